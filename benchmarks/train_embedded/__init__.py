@@ -1,0 +1,1 @@
+"""Recipe of the embedded model: corpora, synthetic text, training, export, evaluation."""

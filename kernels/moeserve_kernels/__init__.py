@@ -1,0 +1,14 @@
+"""The operations of a mixture-of-experts forward pass, several implementations of one signature.
+
+``get_ops(mode)`` gives them; ``ops.Ops`` says what each one takes and returns:
+
+- ``cpu``: plain torch, as fast as torch gets on a CPU (``cpu*.py``);
+- ``invariant``: each output row has the same bits whatever else is computed with it
+  (``invariant*.py``);
+- ``reference``: the shortest torch that says what is meant, exact enough in float64 to judge the
+  others by (``reference.py``).
+"""
+
+from moeserve_kernels.ops import MODES, Ops, get_ops
+
+__all__ = ["MODES", "Ops", "get_ops"]

@@ -1,0 +1,97 @@
+"""The fast operations for CPUs, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from moeserve_kernels import cpu_attention, cpu_moe
+from moeserve_kernels.cpu_linear import linear
+from moeserve_kernels.kv_blocks import kv_write
+from moeserve_kernels.rotary import rope
+
+
+class CpuOps:
+    """See ``ops.Ops`` for what each operation takes and returns."""
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See ``Ops.linear``."""
+        product = linear(x, weight)
+        return product if bias is None else product + bias
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See ``Ops.rms_norm``."""
+        return functional.rms_norm(x, weight.shape, weight, eps)
+
+    def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """See ``Ops.rope``."""
+        return rope(x, cos, sin)
+
+    def kv_write(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """See ``Ops.kv_write``."""
+        kv_write(key, value, key_cache, value_cache, slot_mapping)
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        query_lens: tuple[int, ...],
+        seq_lens: tuple[int, ...],
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:
+        """See ``Ops.paged_attention``."""
+        return cpu_attention.paged_attention(
+            query, key_cache, value_cache, block_table, query_lens, seq_lens, scale, sliding_window
+        )
+
+    def route(
+        self, router_logits: torch.Tensor, top_k: int, renormalize: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Ops.route``."""
+        probabilities = torch.softmax(router_logits, dim=-1, dtype=torch.float32)
+        weights, ids = torch.sort(probabilities, dim=-1, descending=True, stable=True)
+        weights, ids = weights[:, :top_k], ids[:, :top_k]
+        if renormalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights, ids
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Ops.silu_mul``."""
+        return cpu_moe.silu_mul(x)
+
+    def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Ops.sigmoid``."""
+        return torch.sigmoid(x)
+
+    def moe_ffn(
+        self,
+        hidden_states: torch.Tensor,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        slots: torch.Tensor,
+        topk_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """See ``Ops.moe_ffn``."""
+        return cpu_moe.moe_ffn(hidden_states, w13, w2, slots, topk_weights)
+
+    def moe_pairs(
+        self, hidden_states: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """See ``Ops.moe_pairs``."""
+        return cpu_moe.moe_pairs(hidden_states, w13, w2, slots)
+
+    def weighted_sum(self, pairs: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        """See ``Ops.weighted_sum``."""
+        return torch.bmm(topk_weights.unsqueeze(1), pairs.float()).squeeze(1).to(pairs.dtype)

@@ -1,0 +1,72 @@
+"""The experts of one rank: sort the pairs by slot once, one product per active expert.
+
+Results come back to token order in one fused gather and sum, in fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from moeserve_kernels.cpu_linear import linear
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """See ``Ops.silu_mul``."""
+    gate, up = x.chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up)
+
+
+def moe_ffn(
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    slots: torch.Tensor,
+    topk_weights: torch.Tensor,
+) -> torch.Tensor:
+    """See ``Ops.moe_ffn``."""
+    rows, place = _expert_rows(hidden_states, w13, w2, slots)
+    if rows.shape[0] == 0:
+        return torch.zeros_like(hidden_states)
+    here = slots >= 0
+    counts = here.sum(1)
+    return functional.embedding_bag(
+        place,
+        rows,
+        counts.cumsum(0) - counts,
+        mode="sum",
+        per_sample_weights=topk_weights[here].to(rows.dtype),
+    )
+
+
+def moe_pairs(
+    hidden_states: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, slots: torch.Tensor
+) -> torch.Tensor:
+    """See ``Ops.moe_pairs``."""
+    rows, place = _expert_rows(hidden_states, w13, w2, slots)
+    pairs = hidden_states.new_zeros(*slots.shape, hidden_states.shape[1])
+    pairs[slots >= 0] = rows[place]
+    return pairs
+
+
+def _expert_rows(
+    hidden_states: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, slots: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results of the P pairs that are here, sorted by slot.
+
+    Returns:
+        rows [P, H]; place: int64 [P], where in ``rows`` the pairs are, taken in the order in which
+        they stand in ``slots``.
+    """
+    flat = slots.flatten()
+    num_absent, *counts = torch.bincount(flat + 1, minlength=w13.shape[0] + 1).tolist()
+    order = torch.argsort(flat, stable=True)[num_absent:]
+    active = [(slot, count) for slot, count in enumerate(counts) if count]
+    sizes = [count for _, count in active]
+    if not active:
+        return hidden_states[:0], order
+    hidden = torch.split(hidden_states[order // slots.shape[1]], sizes)
+    gate_up = torch.cat([linear(x, w13[slot]) for x, (slot, _) in zip(hidden, active, strict=True)])
+    hidden = torch.split(silu_mul(gate_up), sizes)
+    rows = torch.cat([linear(x, w2[slot]) for x, (slot, _) in zip(hidden, active, strict=True)])
+    return rows, torch.argsort(order)

@@ -1,0 +1,5 @@
+"""``python -m moeserve`` is the ``moeserve`` command."""
+
+from moeserve.cli.main import main
+
+main()

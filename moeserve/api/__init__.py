@@ -1,0 +1,1 @@
+"""The HTTP process: OpenAI-compatible routes in front of the ranks. Never loads torch."""

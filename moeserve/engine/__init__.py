@@ -1,0 +1,1 @@
+"""One rank's process: the step loop, the scheduler, the KV blocks, the sampler."""

@@ -1,0 +1,303 @@
+"""Puts one rank together: spec, placement, weights, KV cache, scheduler, loop.
+
+The order matters: what can be refused is refused before anything is loaded, weights are loaded
+before ranks meet (a slow disk must not run into a collective's time-out), and the KV cache comes
+last, when it is known what memory is left.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import psutil
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, not in the stubs
+
+from moeserve import config, messages
+from moeserve.engine import views
+from moeserve.engine.batches import BatchBuilder
+from moeserve.engine.block_pool import BlockPool
+from moeserve.engine.channel import Channel
+from moeserve.engine.loop import EngineLoop
+from moeserve.engine.observer import Observer
+from moeserve.engine.runner import ModelRunner
+from moeserve.engine.sampler import Sampler
+from moeserve.engine.scheduler import Scheduler
+from moeserve.engine.spec import WorkerSpec
+from moeserve.experts.load import LoadCounter
+from moeserve.experts.mapping import SlotMap
+from moeserve.experts.store import ExpertStore
+from moeserve.experts.traffic import Traffic
+from moeserve.model.decoder import Decoder
+from moeserve.model.decoder_weights import DecoderWeights, read_weights
+from moeserve.model.kv_cache import KVCache, bytes_per_block
+from moeserve.model.layers.moe import ExpertRuntime
+from moeserve.model.loader import load_experts, open_weights
+from moeserve.model.spec import ModelSpec, read_spec
+from moeserve.parallel.agreement import Agreement
+from moeserve.parallel.choose import DispatcherChooser, TokenShape
+from moeserve.parallel.groups import ParallelGroups
+from moeserve.status import StatusPipe
+from moeserve_kernels import get_ops
+from moeserve_placement import Placement
+
+logger = logging.getLogger(__name__)
+
+# Ranks wait for each other this long before they meet: one may be reading a slow disk.
+LOADING_TIMEOUT = timedelta(minutes=30)
+
+# Share of the free memory that the KV cache may take when nobody says how much.
+KV_MEMORY_SHARE = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What a rank is going to be; made before anything is loaded."""
+
+    spec: ModelSpec
+    folder: Path
+    dtype: torch.dtype
+    placement: Placement
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+def make_plan(serve_config: config.ServeConfig) -> Plan:
+    """Reads the checkpoint's config and checks the settings against it.
+
+    Raises:
+        ValueError: a setting does not suit the model; the text names it and what would be right.
+    """
+    folder = config.resolve_model_path(serve_config.model.model)
+    spec = read_spec(folder)
+    limit = spec.max_position_embeddings
+    asked = serve_config.model.max_model_len
+    if asked is not None and asked > limit:
+        raise ValueError(f"max_model_len = {asked}: the model's positions end at {limit}")
+    name = serve_config.model.dtype
+    if name == "auto":
+        name = "bfloat16" if spec.dtype == "float16" else spec.dtype
+    return Plan(
+        spec=spec,
+        folder=folder,
+        dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[name],
+        placement=_placement(serve_config, spec),
+        max_model_len=asked or limit,
+        eos_token_ids=_eos_token_ids(folder, spec),
+    )
+
+
+def _placement(serve_config: config.ServeConfig, spec: ModelSpec) -> Placement:
+    name, num_ranks = serve_config.experts.placement, serve_config.parallel.ep
+    if name in ("linear", "round_robin"):
+        return Placement.from_strategy(name, spec.num_experts, num_ranks, spec.moe_layers)
+    placement, missing = Placement.load(Path(name)).completed(spec.moe_layers, spec.num_experts)
+    if placement.num_ranks != num_ranks:
+        raise ValueError(
+            f"placement = {name}: is for {placement.num_ranks} ranks, but ep = {num_ranks}"
+        )
+    if missing:
+        logger.warning("placement %s lacks layers %s: they are placed linearly", name, missing)
+    return placement
+
+
+def _eos_token_ids(folder: Path, spec: ModelSpec) -> tuple[int, ...]:
+    """The config's, and those of ``generation_config.json`` (chat models often have more there)."""
+    path = folder / "generation_config.json"
+    more = msgspec.json.decode(path.read_bytes()).get("eos_token_id") if path.is_file() else None
+    listed = more if isinstance(more, list) else [] if more is None else [more]
+    return tuple(dict.fromkeys((*spec.eos_token_ids, *listed)))
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A rank that is ready to step, and what a person may want to know of it."""
+
+    loop: EngineLoop
+    facts: dict[str, str]
+
+
+class Assembly:
+    """The steps from a plan to a rank; one object, used once."""
+
+    def __init__(self, spec: WorkerSpec, status: StatusPipe) -> None:
+        self._worker = spec
+        self._config = spec.config
+        self._status = status
+        self._plan = make_plan(spec.config)
+        plan = self._plan
+        self._store = ExpertStore(
+            plan.placement,
+            spec.rank,
+            hidden_size=plan.spec.hidden_size,
+            intermediate_size=plan.spec.moe_intermediate_size,
+            dtype=plan.dtype,
+        )
+        self._traffic = Traffic()
+        self._load = LoadCounter(plan.spec.moe_layers, plan.spec.num_experts)
+
+    def load_weights(self) -> DecoderWeights:
+        """Fills this rank's expert slots and returns all other weights.
+
+        Raises:
+            ValueError: the checkpoint does not fit its config; the text names the tensors.
+        """
+        plan, model = self._plan, self._config.model
+        source = open_weights(
+            plan.folder, plan.spec, plan.dtype, load_format=model.load_format, seed=model.seed
+        )
+        slots = {layer: self._store.logical(layer) for layer in self._store.layers}
+        load_experts(source, slots, self._store.load)
+        return read_weights(plan.spec, source)
+
+    def build_model(self, weights: DecoderWeights, groups: ParallelGroups) -> Decoder:
+        """The model over its weights and the ranks' transports."""
+        plan, parallel = self._plan, self._config.parallel
+        ops = get_ops("invariant" if parallel.batch_invariant else "cpu")
+        slot_map = SlotMap(plan.placement, self._worker.rank)
+        shape = TokenShape(
+            hidden_size=plan.spec.hidden_size,
+            top_k=plan.spec.top_k,
+            element_size=plan.dtype.itemsize,
+        )
+        runtime = ExpertRuntime(
+            store=self._store,
+            slot_map=slot_map,
+            load=self._load,
+            traffic=self._traffic,
+            dispatcher=DispatcherChooser(
+                groups,
+                slots_per_rank=slot_map.slots_per_rank,
+                shape=shape,
+                ops=ops,
+                dispatcher=parallel.dispatcher,
+            ),
+            pairs_travel_home=parallel.batch_invariant,
+        )
+        return Decoder(plan.spec, weights, ops, runtime, max_model_len=plan.max_model_len)
+
+    def num_blocks(self) -> int:
+        """KV blocks of this rank: as set, as memory set allows, or as free memory suggests.
+
+        Raises:
+            ValueError: the memory does not hold one block.
+        """
+        cache, plan = self._config.cache, self._plan
+        if cache.num_blocks is not None:
+            return cache.num_blocks
+        size = bytes_per_block(plan.spec, cache.block_size, plan.dtype)
+        if cache.kv_cache_memory is not None:
+            memory = config.parse_bytes("kv_cache_memory", cache.kv_cache_memory)
+            if memory < size:
+                raise ValueError(
+                    f"kv_cache_memory = {cache.kv_cache_memory}: a block of {cache.block_size} "
+                    f"tokens takes {size} bytes"
+                )
+            return memory // size
+        free = psutil.virtual_memory().available * KV_MEMORY_SHARE / self._worker.ranks_on_host
+        most = self._config.scheduler.max_num_seqs * -(-plan.max_model_len // cache.block_size)
+        return max(1, min(most, int(free) // size))
+
+    def build_rank(self, model: Decoder, groups: ParallelGroups, channel: Channel) -> Rank:
+        """The loop and its parts."""
+        plan, cache = self._plan, self._config.cache
+        num_blocks = self.num_blocks()
+        with self._status.phase("KV cache"):
+            kv_cache = KVCache.allocate(plan.spec, num_blocks, cache.block_size, plan.dtype)
+        scheduler = Scheduler(
+            self._config.scheduler,
+            block_pool=BlockPool(
+                num_blocks, cache.block_size, enable_prefix_caching=cache.enable_prefix_caching
+            ),
+            max_model_len=plan.max_model_len,
+            eos_token_ids=plan.eos_token_ids,
+            vocab_size=plan.spec.vocab_size,
+            seed=self._config.model.seed,
+        )
+        runner = ModelRunner(model, self._store, kv_cache)
+        observer = Observer(
+            channel=channel,
+            info=self._info(num_blocks),
+            stats=views.stats(self._worker.rank, scheduler, self._traffic),
+            views={
+                "placement": views.placement(plan.placement),
+                "load": views.load(self._load),
+                "check": views.check(scheduler, runner),
+            },
+        )
+        loop = EngineLoop(
+            channel=channel,
+            scheduler=scheduler,
+            agreement=Agreement(groups),
+            batches=BatchBuilder(cache.block_size),
+            runner=runner,
+            sampler=Sampler(),
+            observer=observer,
+        )
+        return Rank(loop, self._facts(num_blocks))
+
+    def _info(self, num_blocks: int) -> messages.RankInfo:
+        plan = self._plan
+        return messages.RankInfo(
+            rank=self._worker.rank,
+            protocol=messages.PROTOCOL,
+            vocab_size=plan.spec.vocab_size,
+            max_model_len=plan.max_model_len,
+            block_size=self._config.cache.block_size,
+            num_blocks=num_blocks,
+            num_layers=plan.spec.num_layers,
+            num_experts=plan.spec.num_experts,
+        )
+
+    def _facts(self, num_blocks: int) -> dict[str, str]:
+        plan, cache = self._plan, self._config.cache
+        num_tokens = num_blocks * cache.block_size
+        num_bytes = num_blocks * bytes_per_block(plan.spec, cache.block_size, plan.dtype)
+        num_slots = sum(self._store.num_slots(layer) for layer in self._store.layers)
+        return {
+            "experts": f"{num_slots} slots in {len(self._store.layers)} layers, "
+            f"{self._store.num_bytes / 2**20:.0f} MiB",
+            "KV cache": f"{num_bytes / 2**20:.0f} MiB buys {num_tokens} tokens "
+            f"({num_tokens / plan.max_model_len:.1f} requests of {plan.max_model_len})",
+            "compute": f"{torch.get_num_threads()} threads, {str(plan.dtype).partition('.')[2]}"
+            + (", batch invariant" if self._config.parallel.batch_invariant else ""),
+        }
+
+
+def meet(spec: WorkerSpec, store: Store | None) -> ParallelGroups:
+    """Connects the ranks, once all have loaded.
+
+    Raises:
+        RuntimeError: a rank did not come.
+    """
+    parallel = spec.config.parallel
+    if store is not None:
+        store.set(f"loaded{spec.rank}", b"1")
+        store.wait([f"loaded{rank}" for rank in range(parallel.ep)], LOADING_TIMEOUT)
+    return ParallelGroups.create(
+        spec.rank, parallel.ep, store, parallel.collective_timeout, interface=parallel.interface
+    )
+
+
+def assemble(
+    spec: WorkerSpec, store: Store | None, channel: Channel, status: StatusPipe
+) -> tuple[Rank, ParallelGroups]:
+    """A rank, ready to step, and its group; reports each phase to ``status``.
+
+    Raises:
+        ValueError: a setting or the checkpoint is wrong; the text names it.
+        RuntimeError: another rank did not come.
+    """
+    with status.phase("read config"):
+        assembly = Assembly(spec, status)
+    with status.phase("load weights"):
+        weights = assembly.load_weights()
+    with status.phase("meet the other ranks"):
+        groups = meet(spec, store)
+    with status.phase("build model"):
+        model = assembly.build_model(weights, groups)
+    return assembly.build_rank(model, groups, channel), groups

@@ -1,0 +1,1 @@
+"""Computes a forward pass: model specs, checkpoint loading, layers, one file per architecture."""

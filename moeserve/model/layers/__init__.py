@@ -1,0 +1,1 @@
+"""The parts of a decoder: plain classes around tensors, computing with ``moeserve_kernels``."""

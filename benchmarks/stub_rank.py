@@ -99,13 +99,16 @@ class StubRank:
     def run(self) -> None:
         """Answers mail and steps while there is work."""
         while True:
-            self._router.poll(0 if self._running or self._waiting else None)
+            self._router.poll(0 if self._has_work() else None)
             while self._router.poll(0):
                 source, frame = self._router.recv_multipart()
                 if not self._handle(source, messages.decode_to_rank(frame)):
                     return
-            if self._running or self._waiting:
+            if self._has_work():
                 self._make_step()
+
+    def _has_work(self) -> bool:
+        return bool(self._running or (self._waiting and self._config.max_num_seqs))
 
     def _note(self, *words: object) -> None:
         if self._log is not None:

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from moeserve_kernels import cpu_attention, cpu_moe
-from moeserve_kernels.cpu_linear import linear
+from moeserve_kernels.cpu_linear import CpuLinear
 from moeserve_kernels.kv_blocks import kv_write
 from moeserve_kernels.rotary import rope
 
@@ -14,11 +14,14 @@ from moeserve_kernels.rotary import rope
 class CpuOps:
     """See ``ops.Ops`` for what each operation takes and returns."""
 
+    def __init__(self) -> None:
+        self._linear = CpuLinear()
+
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See ``Ops.linear``."""
-        product = linear(x, weight)
+        product = self._linear(x, weight).contiguous()
         return product if bias is None else product + bias
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -84,13 +87,13 @@ class CpuOps:
         topk_weights: torch.Tensor,
     ) -> torch.Tensor:
         """See ``Ops.moe_ffn``."""
-        return cpu_moe.moe_ffn(hidden_states, w13, w2, slots, topk_weights)
+        return cpu_moe.moe_ffn(self._linear, hidden_states, w13, w2, slots, topk_weights)
 
     def moe_pairs(
         self, hidden_states: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
         """See ``Ops.moe_pairs``."""
-        return cpu_moe.moe_pairs(hidden_states, w13, w2, slots)
+        return cpu_moe.moe_pairs(self._linear, hidden_states, w13, w2, slots)
 
     def weighted_sum(self, pairs: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         """See ``Ops.weighted_sum``."""

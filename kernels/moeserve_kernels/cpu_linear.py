@@ -20,7 +20,7 @@ import functools
 import torch
 from torch.nn import functional
 
-_TRANSPOSE_ROWS = 64  # up to here mm(weight, x.T) wins
+_TRANSPOSE_ROWS = 128  # up to here mm(weight, x.T) wins
 _NARROW_ROWS = 2  # up to here reading bfloat16 directly wins over widening it
 _TILE_ELEMENTS = 1 << 19  # of a widened weight tile: 2 MiB of float32 stay in the cache
 
@@ -36,18 +36,37 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.bfloat16 and not has_bfloat16() else dtype
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x [T, K] @ weight [N, K].T`` -> [T, N] in the dtype of x. T may be 0."""
-    num_rows = x.shape[0]
-    if compute_dtype(x.dtype) != x.dtype and num_rows > _NARROW_ROWS:
-        return _widened(x, weight)
-    if 1 < num_rows <= _TRANSPOSE_ROWS and x.dtype == torch.float32:
-        return torch.mm(weight, x.T).T
-    return functional.linear(x, weight)
+class CpuLinear:
+    """``x [T, K] @ weight [N, K].T`` -> [T, N] in the dtype of x. T may be 0.
 
+    The result may be a transposed view. The object owns the tile that weights are widened in, so
+    that it stays in the cache; two threads must not share it.
+    """
 
-def _widened(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    wide = x.float()
-    rows_per_tile = max(_TILE_ELEMENTS // weight.shape[1], 1)
-    tiles = [linear(wide, tile.float()) for tile in torch.split(weight, rows_per_tile)]
-    return (tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)).to(x.dtype)
+    def __init__(self) -> None:
+        self._tile = torch.empty(_TILE_ELEMENTS)
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The product."""
+        num_rows = x.shape[0]
+        if num_rows <= _NARROW_ROWS and x.dtype == torch.bfloat16:
+            return functional.linear(x, weight)
+        if compute_dtype(x.dtype) != x.dtype:
+            return self._widened(x, weight)
+        if 1 < num_rows <= _TRANSPOSE_ROWS and x.dtype == torch.float32:
+            return torch.mm(weight, x.T).T
+        return functional.linear(x, weight)
+
+    def _widened(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        num_outputs, num_inputs = weight.shape
+        columns = x.float().T
+        product = torch.empty(num_outputs, x.shape[0])
+        step = max(_TILE_ELEMENTS // num_inputs, 1)
+        if num_inputs > self._tile.numel():
+            self._tile = torch.empty(num_inputs)
+        for start in range(0, num_outputs, step):
+            part = weight[start : start + step]
+            tile = self._tile[: part.numel()].view(part.shape)
+            tile.copy_(part)
+            torch.mm(tile, columns, out=product[start : start + step])
+        return product.to(x.dtype).T

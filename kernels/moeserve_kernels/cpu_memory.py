@@ -1,7 +1,7 @@
 """Making the C library keep freed memory for the next step.
 
 glibc gives large freed buffers back to the system, and the next step pays a page fault per 4 KiB to
-get them again: 20,000 to 100,000 faults and 5 to 20 % of the time of a 1024-token prefill, measured.
+get them: 20,000 to 100,000 faults and 5 to 20 % of the time of a 1024-token prefill.
 """
 
 from __future__ import annotations

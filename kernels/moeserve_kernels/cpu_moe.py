@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from moeserve_kernels.cpu_linear import linear
+from moeserve_kernels.cpu_linear import CpuLinear
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
@@ -18,14 +18,15 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def moe_ffn(
+    linear: CpuLinear,
     hidden_states: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
     slots: torch.Tensor,
     topk_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """See ``Ops.moe_ffn``."""
-    rows, place = _expert_rows(hidden_states, w13, w2, slots)
+    """See ``Ops.moe_ffn``; ``linear`` does the products."""
+    rows, place = _expert_rows(linear, hidden_states, w13, w2, slots)
     if rows.shape[0] == 0:
         return torch.zeros_like(hidden_states)
     here = slots >= 0
@@ -40,17 +41,25 @@ def moe_ffn(
 
 
 def moe_pairs(
-    hidden_states: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, slots: torch.Tensor
+    linear: CpuLinear,
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    slots: torch.Tensor,
 ) -> torch.Tensor:
-    """See ``Ops.moe_pairs``."""
-    rows, place = _expert_rows(hidden_states, w13, w2, slots)
+    """See ``Ops.moe_pairs``; ``linear`` does the products."""
+    rows, place = _expert_rows(linear, hidden_states, w13, w2, slots)
     pairs = hidden_states.new_zeros(*slots.shape, hidden_states.shape[1])
     pairs[slots >= 0] = rows[place]
     return pairs
 
 
 def _expert_rows(
-    hidden_states: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, slots: torch.Tensor
+    linear: CpuLinear,
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    slots: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Results of the P pairs that are here, sorted by slot.
 

@@ -134,6 +134,8 @@ class OutputProcessor:
 
     def _releasable_tokens(self) -> int:
         """How many held tokens are certain: before any possible stop, at a character's end."""
+        if self._detokenizer is None:
+            return len(self._held_tokens)
         if not self._held:
             return 0
         safe = len(self._held) - max((stop.num_matched for stop in self._stops), default=0)

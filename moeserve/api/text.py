@@ -92,7 +92,8 @@ class TextEncoder:
 
     def _require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise bad_request("the server runs without a tokenizer: send token ids", param="prompt")
+            text = "prompt: this server has no tokenizer, so it must be token ids"
+            raise bad_request(text, param="prompt")
         return self.tokenizer
 
     async def _run(self, num_chars: int, work: Callable[[], T]) -> T:

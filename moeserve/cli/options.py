@@ -113,6 +113,8 @@ def load(
         merged = config.load_toml(config_file) if config_file else {}
         for section, values in settings.items():
             merged.setdefault(section, {}).update(values)
+        if key := config.api_key_from_env():
+            merged.setdefault("server", {}).setdefault("api_key", key)
         if model is not None:
             merged.setdefault("model", {})["model"] = model
         return config.build(merged)

@@ -7,12 +7,9 @@ last, when it is known what memory is left.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
-import msgspec
 import psutil
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, not in the stubs
@@ -27,6 +24,7 @@ from moeserve.engine.observer import Observer
 from moeserve.engine.runner import ModelRunner
 from moeserve.engine.sampler import Sampler
 from moeserve.engine.scheduler import Scheduler
+from moeserve.engine.setup import make_setup
 from moeserve.engine.spec import WorkerSpec
 from moeserve.experts.load import LoadCounter
 from moeserve.experts.mapping import SlotMap
@@ -37,80 +35,19 @@ from moeserve.model.decoder_weights import DecoderWeights, read_weights
 from moeserve.model.kv_cache import KVCache, bytes_per_block
 from moeserve.model.layers.moe import ExpertRuntime
 from moeserve.model.loader import load_experts, open_weights
-from moeserve.model.spec import ModelSpec, read_spec
 from moeserve.parallel.agreement import Agreement
 from moeserve.parallel.choose import DispatcherChooser, TokenShape
 from moeserve.parallel.groups import ParallelGroups
 from moeserve.status import StatusPipe
 from moeserve_kernels import get_ops
-from moeserve_placement import Placement
 
-logger = logging.getLogger(__name__)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # Ranks wait for each other this long before they meet: one may be reading a slow disk.
 LOADING_TIMEOUT = timedelta(minutes=30)
 
 # Share of the free memory that the KV cache may take when nobody says how much.
 KV_MEMORY_SHARE = 0.5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """What a rank is going to be; made before anything is loaded."""
-
-    spec: ModelSpec
-    folder: Path
-    dtype: torch.dtype
-    placement: Placement
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-
-
-def make_plan(serve_config: config.ServeConfig) -> Plan:
-    """Reads the checkpoint's config and checks the settings against it.
-
-    Raises:
-        ValueError: a setting does not suit the model; the text names it and what would be right.
-    """
-    folder = config.resolve_model_path(serve_config.model.model)
-    spec = read_spec(folder)
-    limit = spec.max_position_embeddings
-    asked = serve_config.model.max_model_len
-    if asked is not None and asked > limit:
-        raise ValueError(f"max_model_len = {asked}: the model's positions end at {limit}")
-    name = serve_config.model.dtype
-    if name == "auto":
-        name = "bfloat16" if spec.dtype == "float16" else spec.dtype
-    return Plan(
-        spec=spec,
-        folder=folder,
-        dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[name],
-        placement=_placement(serve_config, spec),
-        max_model_len=asked or limit,
-        eos_token_ids=_eos_token_ids(folder, spec),
-    )
-
-
-def _placement(serve_config: config.ServeConfig, spec: ModelSpec) -> Placement:
-    name, num_ranks = serve_config.experts.placement, serve_config.parallel.ep
-    if name in ("linear", "round_robin"):
-        return Placement.from_strategy(name, spec.num_experts, num_ranks, spec.moe_layers)
-    placement, missing = Placement.load(Path(name)).completed(spec.moe_layers, spec.num_experts)
-    if placement.num_ranks != num_ranks:
-        raise ValueError(
-            f"placement = {name}: is for {placement.num_ranks} ranks, but ep = {num_ranks}"
-        )
-    if missing:
-        logger.warning("placement %s lacks layers %s: they are placed linearly", name, missing)
-    return placement
-
-
-def _eos_token_ids(folder: Path, spec: ModelSpec) -> tuple[int, ...]:
-    """The config's, and those of ``generation_config.json`` (chat models often have more there)."""
-    path = folder / "generation_config.json"
-    more = msgspec.json.decode(path.read_bytes()).get("eos_token_id") if path.is_file() else None
-    listed = more if isinstance(more, list) else [] if more is None else [more]
-    return tuple(dict.fromkeys((*spec.eos_token_ids, *listed)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +65,15 @@ class Assembly:
         self._worker = spec
         self._config = spec.config
         self._status = status
-        self._plan = make_plan(spec.config)
+        self._plan = make_setup(spec.config)
+        self._dtype = _DTYPES[self._plan.dtype]
         plan = self._plan
         self._store = ExpertStore(
             plan.placement,
             spec.rank,
             hidden_size=plan.spec.hidden_size,
             intermediate_size=plan.spec.moe_intermediate_size,
-            dtype=plan.dtype,
+            dtype=self._dtype,
         )
         self._traffic = Traffic()
         self._load = LoadCounter(plan.spec.moe_layers, plan.spec.num_experts)
@@ -148,7 +86,7 @@ class Assembly:
         """
         plan, model = self._plan, self._config.model
         source = open_weights(
-            plan.folder, plan.spec, plan.dtype, load_format=model.load_format, seed=model.seed
+            plan.folder, plan.spec, self._dtype, load_format=model.load_format, seed=model.seed
         )
         slots = {layer: self._store.logical(layer) for layer in self._store.layers}
         load_experts(source, slots, self._store.load)
@@ -162,7 +100,7 @@ class Assembly:
         shape = TokenShape(
             hidden_size=plan.spec.hidden_size,
             top_k=plan.spec.top_k,
-            element_size=plan.dtype.itemsize,
+            element_size=self._dtype.itemsize,
         )
         runtime = ExpertRuntime(
             store=self._store,
@@ -189,7 +127,7 @@ class Assembly:
         cache, plan = self._config.cache, self._plan
         if cache.num_blocks is not None:
             return cache.num_blocks
-        size = bytes_per_block(plan.spec, cache.block_size, plan.dtype)
+        size = bytes_per_block(plan.spec, cache.block_size, self._dtype)
         if cache.kv_cache_memory is not None:
             memory = config.parse_bytes("kv_cache_memory", cache.kv_cache_memory)
             if memory < size:
@@ -207,7 +145,7 @@ class Assembly:
         plan, cache = self._plan, self._config.cache
         num_blocks = self.num_blocks()
         with self._status.phase("KV cache"):
-            kv_cache = KVCache.allocate(plan.spec, num_blocks, cache.block_size, plan.dtype)
+            kv_cache = KVCache.allocate(plan.spec, num_blocks, cache.block_size, self._dtype)
         scheduler = Scheduler(
             self._config.scheduler,
             block_pool=BlockPool(
@@ -256,14 +194,14 @@ class Assembly:
     def _facts(self, num_blocks: int) -> dict[str, str]:
         plan, cache = self._plan, self._config.cache
         num_tokens = num_blocks * cache.block_size
-        num_bytes = num_blocks * bytes_per_block(plan.spec, cache.block_size, plan.dtype)
+        num_bytes = num_blocks * bytes_per_block(plan.spec, cache.block_size, self._dtype)
         num_slots = sum(self._store.num_slots(layer) for layer in self._store.layers)
         return {
             "experts": f"{num_slots} slots in {len(self._store.layers)} layers, "
             f"{self._store.num_bytes / 2**20:.0f} MiB",
             "KV cache": f"{num_bytes / 2**20:.0f} MiB buys {num_tokens} tokens "
             f"({num_tokens / plan.max_model_len:.1f} requests of {plan.max_model_len})",
-            "compute": f"{torch.get_num_threads()} threads, {str(plan.dtype).partition('.')[2]}"
+            "compute": f"{torch.get_num_threads()} threads, {plan.dtype}"
             + (", batch invariant" if self._config.parallel.batch_invariant else ""),
         }
 
@@ -276,7 +214,7 @@ def meet(spec: WorkerSpec, store: Store | None) -> ParallelGroups:
     """
     parallel = spec.config.parallel
     if store is not None:
-        store.set(f"loaded{spec.rank}", b"1")
+        store.set(f"loaded{spec.rank}", "1")
         store.wait([f"loaded{rank}" for rank in range(parallel.ep)], LOADING_TIMEOUT)
     return ParallelGroups.create(
         spec.rank, parallel.ep, store, parallel.collective_timeout, interface=parallel.interface

@@ -12,9 +12,7 @@ from moeserve.experts.traffic import Traffic
 from moeserve_placement import Placement
 
 
-def stats(
-    rank: int, scheduler: Scheduler, traffic: Traffic
-) -> Callable[[int], messages.RankStats]:
+def stats(rank: int, scheduler: Scheduler, traffic: Traffic) -> Callable[[int], messages.RankStats]:
     """The rank's gauges and counters, given the step number."""
 
     def view(step: int) -> messages.RankStats:

@@ -89,7 +89,8 @@ def serve(serve_config: config.ServeConfig, place: config.LauncherRank) -> int:
 def _share_keys(store: Store, rank: int) -> CurveKeys:
     if rank == 0:
         public, secret = zmq.curve_keypair()
-        store.set("curve", msgspec.json.encode(CurveKeys(public.decode(), secret.decode())))
+        keys = CurveKeys(public.decode(), secret.decode())
+        store.set("curve", msgspec.json.encode(keys).decode())
     return msgspec.json.decode(store.get("curve"), type=CurveKeys)
 
 

@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 from moeserve import config, messages
+from moeserve.engine.setup import make_setup
 from moeserve.engine.spec import WorkerSpec
 from moeserve.launch.children import STOP_GRACE_S, Child, LaunchError, failed, listen, spawn
 
@@ -26,11 +27,15 @@ class RankGroup:
     Args:
         serve_config: the whole configuration; ``parallel.ep`` says how many ranks.
 
+    Raises:
+        ValueError: a setting does not suit the model; nothing has been started then.
+
     Use as a context manager, or call ``stop``; both leave no process and no file.
     """
 
     def __init__(self, serve_config: config.ServeConfig) -> None:
         self._config = serve_config
+        make_setup(serve_config)
         # mkdtemp makes it 0700: zmq's socket files are guarded by the folder, not by their mode.
         self.run_dir = Path(tempfile.mkdtemp(prefix="moeserve-"))
         self.endpoints = [f"ipc://{self.run_dir}/rank{r}" for r in range(serve_config.parallel.ep)]

@@ -44,7 +44,11 @@ def serve(serve_config: config.ServeConfig) -> int:
         logger.error("%s", error)
         return 1
     with listener, _signals() as wake_fd:
-        instance = Instance(serve_config, listener)
+        try:
+            instance = Instance(serve_config, listener)
+        except ValueError as error:
+            logger.error("%s", error)
+            return 1
         try:
             instance.wait_ready(wake_fd, console)
             reason = instance.watch(wake_fd)

@@ -71,7 +71,7 @@ def parse_events(text: str) -> list[Any]:
     return [msgspec.json.decode(line.removeprefix("data: ")) for line in lines]
 
 
-def eventually(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
     """Waits until ``condition()`` holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +13,7 @@ import httpx
 import pytest
 
 from moeserve.api import guard
+from moeserve.metrics import Metrics
 
 from .conftest import Instance, run_instance
 from .test_validation import check_error
@@ -49,7 +52,8 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
 def raw(instance: Instance, data: bytes, *, until_close: bool = True) -> bytes:
     """Sends bytes, returns what comes back until the server closes or falls silent."""
     with socket.create_connection(instance.address, timeout=15) as connection:
-        connection.sendall(data)
+        with contextlib.suppress(ConnectionError):  # it may hang up before all is sent
+            connection.sendall(data)
         answer = b""
         while piece := _receive(connection):
             answer += piece
@@ -159,7 +163,7 @@ def test_header_limits(locked: Instance) -> None:
     [
         b"GARBAGE\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS to the plain port
-        b"POST /ping HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST /ping HTTP/1.1\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n",
         b"GET /health HTTP/9.9\r\nHost: x\r\n\r\n",
         b"G\xe9T /health HTTP/1.1\r\nHost: x\r\n\r\n",
         b"POST /ping HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
@@ -188,10 +192,6 @@ def test_half_a_header_is_not_waited_for(locked: Instance) -> None:
 
 def test_a_slow_body_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline itself, on a guard of our own: the server's is a minute."""
-    import asyncio
-
-    from moeserve.metrics import Metrics
-
     monkeypatch.setattr(guard, "_BODY_DEADLINE_S", 0.1)
     sent: list[dict[str, object]] = []
 

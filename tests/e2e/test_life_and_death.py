@@ -66,7 +66,7 @@ def test_a_dead_rank_ends_the_instance_cleanly() -> None:
 
 
 def test_a_dead_http_process_ends_the_instance() -> None:
-    with serving() as server:
+    with serving("--threads-per-rank", "1") as server:
         server.member("http 0").kill()
         assert server.wait() == 1
 
@@ -94,7 +94,7 @@ def test_sigterm_lets_requests_finish() -> None:
 
 
 def test_a_second_sigterm_hurries() -> None:
-    with serving("--shutdown-timeout", "60") as server:
+    with serving("--threads-per-rank", "1", "--shutdown-timeout", "60") as server:
         Stream(server.url)
         time.sleep(0.3)
         server.process.send_signal(signal.SIGTERM)

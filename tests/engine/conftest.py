@@ -1,8 +1,8 @@
 """A stub model that lives on what the scheduler gives it: block tables, positions, token ids.
 
 Its next token is a hash of what it reads back from a simulated KV cache, whose entries depend on
-all tokens before them. A block that
-was shared wrongly, overwritten too early or computed at the wrong place changes the text.
+all tokens before them. A block that was shared wrongly, overwritten too early or computed at the
+wrong place changes the text.
 """
 
 from __future__ import annotations
@@ -126,11 +126,12 @@ class StubEngine:
 
     def forward(self, plan: StepPlan) -> list[Sampled]:
         for scheduled in plan.requests:
+            slots = [(b, i) for b in scheduled.block_ids for i in range(self.pool.block_size)]
             for position, token_id in enumerate(scheduled.token_ids, scheduled.start):
-                block_id = scheduled.block_ids[position // self.pool.block_size]
-                before = self._stored(scheduled, position)
-                value = hash((before[-1] if before else 0, token_id))
-                self.kv[block_id][position % self.pool.block_size] = value
+                block, index = slots[position - 1] if position else (0, 0)
+                before = self.kv[block][index] if position else 0
+                block, index = slots[position]
+                self.kv[block][index] = hash((before, token_id))
         return [self._sample(r) for r in plan.requests if r.sampling is not None]
 
     def _sample(self, scheduled: ScheduledRequest) -> Sampled:

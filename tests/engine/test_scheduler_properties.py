@@ -87,7 +87,7 @@ def drive(engine: Any, scenario: list[dict[str, Any]], repeat_every: int = 0) ->
         assert got == want
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(config=configs, scenario=st.lists(requests(), min_size=1, max_size=8))
 def test_every_schedule_gives_the_text_of_the_model_alone(
     make_engine: Any, config: dict[str, Any], scenario: list[dict[str, Any]]

@@ -1,0 +1,85 @@
+"""What the ranks are going to be, from settings and ``config.json`` alone.
+
+Without torch and in milliseconds, so that whoever starts ranks can refuse a wrong setting before
+any process is started; each rank then makes the same setup for itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from moeserve import config
+from moeserve.model.spec import ModelSpec, read_spec
+from moeserve_placement import Placement
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What the ranks are going to be.
+
+    folder: of the checkpoint; dtype: that of the computation; max_model_len: longest prompt plus
+    output, in tokens; eos_token_ids: what ends a sequence.
+    """
+
+    spec: ModelSpec
+    folder: Path
+    dtype: Literal["float32", "bfloat16"]
+    placement: Placement
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+def make_setup(serve_config: config.ServeConfig) -> Setup:
+    """Reads the checkpoint's config and checks the settings against it.
+
+    Raises:
+        ValueError: a setting does not suit the model; the text names it and what would be right.
+    """
+    folder = config.resolve_model_path(serve_config.model.model)
+    spec = read_spec(folder)
+    limit = spec.max_position_embeddings
+    asked = serve_config.model.max_model_len
+    if asked is not None and asked > limit:
+        raise ValueError(f"max_model_len = {asked}: the model's positions end at {limit}")
+    return Setup(
+        spec=spec,
+        folder=folder,
+        dtype=_dtype(serve_config.model.dtype, spec),
+        placement=_placement(serve_config, spec),
+        max_model_len=asked or limit,
+        eos_token_ids=_eos_token_ids(folder, spec),
+    )
+
+
+def _dtype(asked: str, spec: ModelSpec) -> Literal["float32", "bfloat16"]:
+    name = spec.dtype if asked == "auto" else asked
+    return "float32" if name == "float32" else "bfloat16"  # float16 has no CPU kernels worth it
+
+
+def _placement(serve_config: config.ServeConfig, spec: ModelSpec) -> Placement:
+    name, num_ranks = serve_config.experts.placement, serve_config.parallel.ep
+    if name in ("linear", "round_robin"):
+        return Placement.from_strategy(name, spec.num_experts, num_ranks, spec.moe_layers)
+    placement, missing = Placement.load(Path(name)).completed(spec.moe_layers, spec.num_experts)
+    if placement.num_ranks != num_ranks:
+        raise ValueError(
+            f"placement = {name}: is for {placement.num_ranks} ranks, but ep = {num_ranks}"
+        )
+    if missing:
+        logger.warning("placement %s lacks layers %s: they are placed linearly", name, missing)
+    return placement
+
+
+def _eos_token_ids(folder: Path, spec: ModelSpec) -> tuple[int, ...]:
+    """The config's, and those of ``generation_config.json`` (chat models often have more there)."""
+    path = folder / "generation_config.json"
+    more = msgspec.json.decode(path.read_bytes()).get("eos_token_id") if path.is_file() else None
+    listed = more if isinstance(more, list) else [] if more is None else [more]
+    return tuple(dict.fromkeys((*spec.eos_token_ids, *listed)))

@@ -1,6 +1,7 @@
 """The experts of one rank: sort the pairs by slot once, one product per active expert.
 
-Results come back to token order in one fused gather and sum, in fixed order.
+(On CPUs torch's ``grouped_mm`` is such a loop too, and can not choose how to multiply by the number
+of rows.) Results come back to token order in one fused gather and sum, in fixed order.
 """
 
 from __future__ import annotations

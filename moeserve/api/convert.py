@@ -92,7 +92,7 @@ def _chat_fields(request: ChatRequest) -> dict[str, Any]:
     name = "max_tokens" if wanted is None else "max_completion_tokens"
     wanted = request.max_tokens if wanted is None else wanted
     if wanted is not None and wanted < 1:
-        raise bad_request(f"{name} = {wanted}: must be at least 1", param=name)
+        raise bad_request(f"{name} = {cut(str(wanted))}: must be at least 1", param=name)
     if request.top_logprobs and not request.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", param="top_logprobs")
     if request.top_logprobs is not None and not 0 <= request.top_logprobs <= 20:

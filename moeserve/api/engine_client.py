@@ -20,17 +20,17 @@ from moeserve import messages
 from moeserve.api.admission import Admission, Reservation
 from moeserve.api.errors import ApiError
 from moeserve.api.mailbox import InFlight, Mailbox
+from moeserve.api.queries import Queries
 from moeserve.api.rank_choice import RankChoice
 from moeserve.api.rank_links import RankLinks, RankUnreachable
 from moeserve.config import ServeConfig
 from moeserve.messages import RankInfo, RankStats, SamplingParams, TokenOutput
-from moeserve.metrics import Metrics
+from moeserve.metrics import EngineMetrics, Metrics
 
 logger = logging.getLogger(__name__)
 
 MAX_UNREAD_BYTES = 1 << 20  # of outputs that a client does not take; then it is cut off
 _FRAMES_PER_TURN = 128  # of one rank, before other work gets a turn
-_QUERY_TIMEOUT_S = 5.0
 _HELLO_INTERVAL_S = 1.0
 
 State = Literal["starting", "ready", "stalled", "draining", "dead"]
@@ -83,8 +83,7 @@ class EngineClient:
         self._is_draining = False
         self._became_idle = asyncio.Event()
         self._all_ready = asyncio.Event()
-        self._queries: dict[int, tuple[dict[int, bytes], asyncio.Future[None]]] = {}
-        self._query_ids = itertools.count()
+        self._queries = Queries(self._send)
         self._request_ids = itertools.count()
         self._id_prefix = secrets.token_hex(6)
         self._timer: asyncio.TimerHandle | None = None
@@ -178,7 +177,7 @@ class EngineClient:
             for prompt in prompts:
                 loads = self._loads()
                 rank = self._choice.choose(prompt.prompt_token_ids, prompt.cache_salt, loads)
-                self._metrics.engine(rank).add("prompt_tokens", len(prompt.prompt_token_ids))
+                _observe(prompt, self._metrics.engine(rank))
                 for sampling in prompt.samplings:
                     self._submit_one(prompt, sampling, rank, mailbox, next(index))
         except RankUnreachable as error:
@@ -275,7 +274,7 @@ class EngineClient:
                 case messages.RankInfo():
                     self._welcome(message)
                 case messages.Answer():
-                    self._answer(message)
+                    self._queries.answer(message)
         if rank in self.stats:
             self._metrics.set_snapshot(self.stats[rank])
             self.admission.num_reported_waiting = sum(s.num_waiting for s in self.stats.values())
@@ -330,9 +329,7 @@ class EngineClient:
         for sequence in list(self._in_flight.values()):
             sequence.mailbox.fail(self._death())
             self._forget(sequence, "error")
-        for _, answered in self._queries.values():
-            if not answered.done():
-                answered.set_exception(self._death())
+        self._queries.fail(self._death())
 
     # ---- draining ----
 
@@ -351,8 +348,6 @@ class EngineClient:
             sequence.mailbox.put(sequence.index, last, 0)
             self._forget(sequence, "abort")
 
-    # ---- questions ----
-
     async def query(self, what: Literal["placement", "load"], ranks: Sequence[int]) -> list[bytes]:
         """The ranks' JSON answers, in the order of ``ranks``.
 
@@ -360,27 +355,12 @@ class EngineClient:
             ApiError: 503, a rank does not answer.
         """
         self.check_serving()
-        query_id = next(self._query_ids)
-        answers: dict[int, bytes] = {}
-        answered: asyncio.Future[None] = self._loop.create_future()
-        self._queries[query_id] = (answers, answered)
-        try:
-            for rank in ranks:
-                self._send(rank, messages.Query(query_id, what))
-            async with asyncio.timeout(_QUERY_TIMEOUT_S):
-                while not all(rank in answers for rank in ranks):
-                    await answered
-                    answered = self._loop.create_future()
-                    self._queries[query_id] = (answers, answered)
-        except TimeoutError as error:
-            raise ApiError(503, "a rank does not answer", retry_after=5) from error
-        finally:
-            del self._queries[query_id]
-        return [answers[rank] for rank in ranks]
+        return await self._queries.ask(what, ranks)
 
-    def _answer(self, answer: messages.Answer) -> None:
-        if answer.query_id in self._queries:
-            answers, answered = self._queries[answer.query_id]
-            answers[answer.rank] = answer.body
-            if not answered.done():
-                answered.set_result(None)
+
+def _observe(prompt: PromptRequest, metrics: EngineMetrics) -> None:
+    """Adds a new prompt to the metrics of its rank."""
+    metrics.add("prompt_tokens", len(prompt.prompt_token_ids))
+    metrics.observe("request_prompt_tokens", len(prompt.prompt_token_ids))
+    metrics.observe("request_params_n", len(prompt.samplings))
+    metrics.observe("request_params_max_tokens", prompt.samplings[0].max_tokens or 0)

@@ -24,8 +24,9 @@ class Delta(msgspec.Struct, gc=False):
     """What became certain in one step: ``text`` is the concatenation of the tokens' texts.
 
     One exception: bytes that are no UTF-8, whose token is out already, may leave a U+FFFD at the
-    very end. ``tokens`` is filled only for a processor made with ``with_tokens``. ``finish_reason`` set: the
-    sequence has ended; ``stop_reason`` is then the stop string or stop token id that ended it.
+    very end. ``tokens`` is filled only for a processor made with ``with_tokens``.
+    ``finish_reason`` set: the sequence has ended; ``stop_reason`` is then the stop string or stop
+    token id that ended it.
     """
 
     text: str

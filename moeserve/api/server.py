@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 _HEADER_DEADLINE_S = 10.0
 _KEEP_ALIVE_S = 75
 _FLUSH_S = 5  # for answers that are complete but not sent when we leave
+_SEND_BUFFER_BYTES = 128 << 10  # of the kernel; what a client does not read piles up in it first
 _UNACKNOWLEDGED_MS = 60_000  # a client that takes nothing for so long is gone
 
 
@@ -36,6 +37,7 @@ class Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         connection = transport.get_extra_info("socket")
         if connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
         self._await_headers()
 

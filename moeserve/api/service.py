@@ -20,7 +20,7 @@ from moeserve.api.convert import (
     sampling_params,
 )
 from moeserve.api.engine_client import EngineClient, PromptRequest
-from moeserve.api.errors import bad_request
+from moeserve.api.errors import bad_request, cut
 from moeserve.api.generation import Generation, Job, Prompt
 from moeserve.api.logprobs import TokenNames
 from moeserve.api.openai import ChatRequest, CompletionRequest, GenerationRequest
@@ -107,7 +107,7 @@ class Service:
         self.client.check_serving()
         check_model(request.model, self.model_name)
         if request.priority and not self._has_priorities:
-            text = f"priority = {request.priority}: needs --scheduling-policy priority"
+            text = f"priority = {cut(str(request.priority))}: needs --scheduling-policy priority"
             raise bad_request(text, param="priority")
         if request.priority is not None and not -(2**31) <= request.priority < 2**31:
             raise bad_request("priority: must fit in 32 bits", param="priority")

@@ -55,12 +55,11 @@ def open_checkpoint(folder: Path) -> dict[str, TensorEntry]:
         CheckpointError: no safetensors there, a file is missing, cut short or malformed, or a shard
             lacks a tensor that the index puts there.
     """
-    index = folder / INDEX_FILE
-    if not index.exists():
+    if not (folder / INDEX_FILE).exists():
         if not (folder / SINGLE_FILE).exists():
             raise CheckpointError(_nothing_found(folder))
         return _read_header(_contained(folder, SINGLE_FILE))
-    shard_of = _read_index(index)
+    shard_of = _read_index(_contained(folder, INDEX_FILE))
     entries: dict[str, TensorEntry] = {}
     for shard in sorted(set(shard_of.values())):
         for name, entry in _read_header(_contained(folder, shard)).items():

@@ -301,7 +301,7 @@ def test_the_engine_dies(start: Start) -> None:
 
 def test_a_silent_rank_is_noticed(start: Start) -> None:
     instance = start(collective_timeout=1.0, stub={"delay_s": 0.01})
-    waiting = _in_background(lambda: instance.complete(max_tokens=900))
+    waiting = _in_background(lambda: instance.complete(max_tokens=200))
     eventually(lambda: instance.num("new") == 1)
     instance.ranks[0].send_signal(signal.SIGSTOP)
     eventually(lambda: _health(instance) == 503)

@@ -236,9 +236,10 @@ def test_links_of_a_hugging_face_cache(good, tmp_path):
     open_weights(snapshot, read_spec(snapshot), torch.float32)
 
 
-def test_not_a_regular_file(folder):
-    (folder / "model.safetensors").unlink()
-    os.mkfifo(folder / "model.safetensors")
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_not_a_regular_file(folder, name):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
     assert "not a regular file" in refusal(folder)
 
 

@@ -287,7 +287,10 @@ def parse_bytes(name: str, text: str) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LauncherRank:
-    """This process's place in a job that torchrun, deepspeed or another launcher started."""
+    """This process's place in a job that torchrun, deepspeed or another launcher started.
+
+    attempt: how often the launcher has started the job again.
+    """
 
     rank: int
     world_size: int
@@ -295,6 +298,7 @@ class LauncherRank:
     local_world_size: int
     master_addr: str
     master_port: int
+    attempt: int = 0
 
 
 def launcher_rank(environ: Mapping[str, str] | None = None) -> LauncherRank | None:
@@ -316,6 +320,7 @@ def launcher_rank(environ: Mapping[str, str] | None = None) -> LauncherRank | No
             ),
             master_addr=env["MASTER_ADDR"],
             master_port=int(env["MASTER_PORT"]),
+            attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
     except (KeyError, ValueError) as error:
         raise ConfigError(f"launcher environment: {error} missing or not a number") from error

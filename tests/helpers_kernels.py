@@ -52,8 +52,8 @@ def random_experts(
     rows: int,
     top_k: int,
     slots: int,
-    hidden: int = 48,
-    size: int = 20,
+    hidden: int = 72,
+    size: int = 36,
     dtype: torch.dtype = torch.float32,
 ) -> Experts:
     """Slots are drawn with about a third of the pairs elsewhere."""

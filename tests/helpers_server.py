@@ -69,7 +69,8 @@ def serving(*arguments: str, wait: bool = True) -> Iterator[Server]:
     try:
         if wait:
             wait_until(
-                lambda: process.poll() is not None or any("Serving on" in x for x in server.log)
+                lambda: process.poll() is not None or any("Serving on" in x for x in server.log),
+                120,
             )
             assert process.poll() is None, "".join(server.log)
             family = server.family()

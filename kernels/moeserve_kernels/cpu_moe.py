@@ -13,9 +13,9 @@ from moeserve_kernels.cpu_linear import CpuLinear
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """See ``Ops.silu_mul``."""
-    gate, up = x.chunk(2, dim=-1)
-    return functional.silu(gate).mul_(up)
+    """See ``Ops.silu_mul``; rounds once."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up).to(x.dtype)
 
 
 def moe_ffn(

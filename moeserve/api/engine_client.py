@@ -78,6 +78,7 @@ class EngineClient:
         self._in_flight: dict[str, InFlight] = {}
         self._num_on_rank = [0] * num_ranks
         self._last_heard = [0.0] * num_ranks
+        self._unreachable: set[int] = set()
         self._silence_limit_s = config.parallel.collective_timeout
         self._dead_reason: str | None = None
         self._is_draining = False
@@ -254,8 +255,11 @@ class EngineClient:
         """Sends what may be lost: a rank that takes no messages is the supervisor's business."""
         try:
             self._links.send(rank, message)
+            self._unreachable.discard(rank)
         except RankUnreachable:
-            logger.warning("rank %d takes no messages", rank)
+            if rank not in self._unreachable:  # said once, not with every hello
+                logger.warning("rank %d takes no messages", rank)
+            self._unreachable.add(rank)
         self._loop.call_soon(self._drain_rank, rank)
 
     # ---- what comes back ----

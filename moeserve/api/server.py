@@ -112,17 +112,24 @@ class Server(uvicorn.Server):
         self._client = client
         self._shutdown_timeout_s = shutdown_timeout_s
         self._draining: asyncio.Task[None] | None = None
+        self._was_signalled = False
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT drain; the second one stops at once."""
+        """SIGTERM and SIGINT drain; the second one stops at once.
+
+        One that comes while draining for another reason changes nothing: some launchers send it to
+        every process, also to this one, that rank 0 has told to drain already.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         yield
 
     def _on_signal(self) -> None:
-        self.drain(0.0 if self._draining else self._shutdown_timeout_s)
+        if self._was_signalled or self._draining is None:
+            self.drain(0.0 if self._was_signalled else self._shutdown_timeout_s)
+        self._was_signalled = True
 
     def drain(self, timeout_s: float) -> None:
         """Starts leaving; calling again with a shorter time hurries."""

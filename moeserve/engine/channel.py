@@ -100,7 +100,7 @@ class Channel:
                 return mail
             try:
                 mail.append(Mail(source, messages.decode_to_rank(frame)))
-            except (msgspec.DecodeError, ValueError) as error:
+            except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 self.num_bad_frames += 1
                 logger.warning("dropped a frame of %d bytes: %s", len(frame), error)
 

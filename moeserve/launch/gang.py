@@ -5,31 +5,33 @@ Every process of the job runs the same ``moeserve serve`` command. Rank 0 also s
 process on its machine. Ranks publish their zmq addresses in the launcher's rendezvous store; the
 sockets are TCP with CURVE keys, which travel through that store, so only the job can connect.
 
-Launchers end the whole job when one process dies; that is their contract, and it is kept.
+A process that fails ends the job: launchers see to that on their machine, ``Lifeline`` between
+machines.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable
+from typing import NoReturn
 
 import msgspec
-import psutil
 import zmq
-from rich.console import Console
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, no stub
 
-from moeserve import config, log, messages
-from moeserve.api.process import HttpProcessConfig
+from moeserve import config, log
+from moeserve.engine.setup import make_setup
 from moeserve.engine.spec import CurveKeys, WorkerSpec
 from moeserve.engine.worker import Worker
-from moeserve.launch import report
-from moeserve.launch.children import STOP_GRACE_S, Child, failed, listen, spawn
+from moeserve.launch.children import STOP_GRACE_S, LaunchError
+from moeserve.launch.front import Front
+from moeserve.launch.interfaces import interface_address
+from moeserve.launch.lifeline import Lifeline
 from moeserve.launch.listener import listen_on
 from moeserve.parallel.groups import tcp_store
 
@@ -37,81 +39,203 @@ logger = logging.getLogger(__name__)
 
 
 def serve(serve_config: config.ServeConfig, place: config.LauncherRank) -> int:
-    """Runs this process's rank until the job is told to stop; returns the exit code.
+    """Runs this process's rank until the job is told to stop; returns the exit code."""
+    log.setup(f"rank {place.rank}", serve_config.server.log_level)
+    try:
+        job = Job(checked(serve_config, place), place)
+    except (ValueError, LaunchError) as error:  # the text says it all
+        logger.error("%s", error)
+        return 1
+    return job.run()
+
+
+def checked(serve_config: config.ServeConfig, place: config.LauncherRank) -> config.ServeConfig:
+    """The settings of the whole job, from those of this process.
 
     Raises:
-        config.ConfigError: ``--ep`` contradicts the launcher's number of processes.
+        ValueError: a setting contradicts the launcher, the model or this machine.
     """
     serve_config = config.with_ep(serve_config, place.world_size)
-    log.setup(f"rank {place.rank}", serve_config.server.log_level)
-    parallel = serve_config.parallel
-    address = interface_address(parallel.interface)
-    store = PrefixStore(
-        "moeserve",
-        tcp_store(place.master_addr, place.master_port, place.rank, place.world_size,
-                  parallel.collective_timeout),
-    )  # fmt: skip
-    keys = _share_keys(store, place.rank)
-    worker = Worker(
-        WorkerSpec(
-            config=serve_config,
-            rank=place.rank,
-            endpoint=f"tcp://{address}:*",
-            peers=[],
-            store="",
-            num_threads=parallel.threads_per_rank
-            or max(1, config.num_cores() // place.local_world_size),
-            ranks_on_host=place.local_world_size,
-            keys=keys,
-        ),
-        store,
-    )
-    endpoints = _share_endpoints(store, place, worker.endpoint)
-    peers = [endpoint for rank, endpoint in enumerate(endpoints) if rank != place.rank]
-    if place.rank == 0:
-        try:
-            listener = listen_on(serve_config.server)
-        except OSError as error:
-            logger.error("%s", error)
-            return 1
-        front = Front(serve_config, listener, endpoints, keys)
-        _on_stop_signal(front.drain)
-    else:
-        _on_stop_signal(None)
+    if serve_config.server.api_server_count != 1:
+        raise config.ConfigError(
+            f"api_server_count = {serve_config.server.api_server_count}: under a launcher it must "
+            "be 1, rank 0 starts one HTTP process"
+        )
+    interface = serve_config.parallel.interface
+    address = interface_address(interface)
+    is_alone = place.local_world_size == place.world_size or _is_loopback(_resolve(place))
+    if _is_loopback(address) and not is_alone:
+        raise config.ConfigError(
+            f"interface = {interface!r}: its address is {address}, but the job is on several "
+            "machines; must be the interface that leads to the others"
+        )
+    make_setup(serve_config)
+    return serve_config
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _resolve(place: config.LauncherRank) -> str:
     try:
-        worker.run(peers)
-    finally:
-        if place.rank == 0:
-            front.stop()
-    return 0
+        return socket.gethostbyname(place.master_addr)
+    except OSError as error:
+        raise config.ConfigError(f"MASTER_ADDR = {place.master_addr}: {error.strerror}") from error
 
 
-def _share_keys(store: Store, rank: int) -> CurveKeys:
-    if rank == 0:
+class Job:
+    """This process's part of the job: a rank, and on rank 0 the HTTP process.
+
+    Raises:
+        LaunchError: the ranks can not find each other, or the HTTP port is in use.
+        ValueError: a setting differs from rank 0's.
+    """
+
+    def __init__(self, serve_config: config.ServeConfig, place: config.LauncherRank) -> None:
+        self._rank = place.rank
+        self._silence_s = serve_config.parallel.collective_timeout
+        self._is_over = threading.Event()
+        store = meet(place, self._silence_s)
+        listener = _listener(serve_config.server) if place.rank == 0 else None
+        _agree(store, place, serve_config)
+        self._keys = _share_keys(store, place)
+        self._worker = Worker(_spec(serve_config, place, self._keys), store)
+        self._endpoints = _share_endpoints(store, place, self._worker.endpoint)
+        self._front: Front | None = None
+        if listener is not None:
+            self._front = Front(serve_config, listener, self._endpoints, self._keys)
+
+    def run(self) -> int:
+        """Serves until all ranks agreed to stop: 0. After a failure this process ends with 1."""
+        peers = {r: e for r, e in enumerate(self._endpoints) if r != self._rank}
+        watched = peers if self._rank == 0 else {0: peers[0]}
+        _on_stop_signal(self._front.drain if self._front else None)
+        if self._front:
+            self._front.watch(on_death=self._abandon)
+        lifeline = Lifeline(watched, self._keys, self._silence_s, on_loss=self._on_loss)
+        try:
+            self._worker.run(list(peers.values()))
+        except ValueError as error:  # a wrong setting or checkpoint: the text says it all
+            self._abandon(str(error))
+        except Exception as error:
+            logger.exception("stopped by an error")
+            self._abandon(f"rank {self._rank}: {error}")
+        self._is_over.set()
+        lifeline.close()
+        if self._front:
+            self._front.stop("rank 0 has left")
+        return 0
+
+    def _on_loss(self, what: str) -> None:
+        """Another rank's process has ended: with ours, by agreement, or not."""
+        may_be_agreed = self._front is None or self._front.has_ended
+        if not self._is_over.wait(STOP_GRACE_S if may_be_agreed else 0):
+            self._abandon(what)
+
+    def _abandon(self, reason: str) -> NoReturn:
+        logger.error("%s; the job ends", reason)
+        if self._front:
+            self._front.stop(reason)
+        os._exit(1)  # at once: a library's exit handler may wait for a peer that is gone
+
+
+def meet(place: config.LauncherRank, timeout_s: float) -> Store:
+    """The job's part of the launcher's store.
+
+    Raises:
+        LaunchError: there is no store to meet at, or another job uses it.
+    """
+    where = f"MASTER_ADDR = {place.master_addr}, MASTER_PORT = {place.master_port}"
+    try:
+        store = tcp_store(
+            place.master_addr, place.master_port, place.rank, place.world_size, timeout_s
+        )
+        # A launcher that starts a failed job again may keep its store, with what was said before.
+        store = PrefixStore(f"moeserve{place.attempt}", store)
+        if place.rank == 0 and store.add("claims", 1) != 1:
+            raise LaunchError(f"{where}: another job meets there; must be a free port")
+    except (RuntimeError, OSError) as error:
+        if isinstance(error, LaunchError):
+            raise
+        raise LaunchError(f"{where}: rank {place.rank} finds no store there: {error}") from error
+    return store
+
+
+def _listener(server: config.ServerConfig) -> socket.socket:
+    try:
+        return listen_on(server)
+    except OSError as error:
+        raise LaunchError(str(error)) from error
+
+
+def _agree(store: Store, place: config.LauncherRank, serve_config: config.ServeConfig) -> None:
+    """Compares with rank 0 what must be equal on all ranks.
+
+    Paths are not: a checkpoint may lie elsewhere on each machine, but must describe the same model.
+    """
+    setup, parallel = make_setup(serve_config), serve_config.parallel
+    ours = {
+        "model": str(setup.spec),
+        "placement": str(setup.placement),
+        "dtype": setup.dtype,
+        "max_model_len": setup.max_model_len,
+        "load_format": serve_config.model.load_format,
+        "seed": serve_config.model.seed,
+        "dispatcher": parallel.dispatcher,
+        "batch_invariant": parallel.batch_invariant,
+    }
+    if place.rank == 0:
+        store.set("settings", msgspec.json.encode(ours).decode())
+        return
+    theirs = msgspec.json.decode(_get(store, "settings"))
+    for name, value in ours.items():
+        if value != theirs[name]:
+            raise config.ConfigError(
+                f"{name} = {str(value)[:200]}: must be as on rank 0: {str(theirs[name])[:200]}"
+            )
+
+
+def _spec(
+    serve_config: config.ServeConfig, place: config.LauncherRank, keys: CurveKeys
+) -> WorkerSpec:
+    parallel = serve_config.parallel
+    cores = max(1, config.num_cores() // place.local_world_size)
+    return WorkerSpec(
+        config=serve_config,
+        rank=place.rank,
+        endpoint=f"tcp://{interface_address(parallel.interface)}:*",
+        peers=[],
+        store="",
+        num_threads=parallel.threads_per_rank or cores,
+        ranks_on_host=place.local_world_size,
+        keys=keys,
+    )
+
+
+def _share_keys(store: Store, place: config.LauncherRank) -> CurveKeys:
+    if place.rank == 0:
         public, secret = zmq.curve_keypair()
         keys = CurveKeys(public.decode(), secret.decode())
         store.set("curve", msgspec.json.encode(keys).decode())
-    return msgspec.json.decode(store.get("curve"), type=CurveKeys)
+    return msgspec.json.decode(_get(store, "curve"), type=CurveKeys)
 
 
 def _share_endpoints(store: Store, place: config.LauncherRank, own: str) -> list[str]:
     store.set(f"endpoint{place.rank}", own)
-    return [store.get(f"endpoint{rank}").decode() for rank in range(place.world_size)]
+    return [_get(store, f"endpoint{rank}").decode() for rank in range(place.world_size)]
 
 
-def interface_address(name: str) -> str:
-    """The IPv4 address of a network interface.
+def _get(store: Store, key: str) -> bytes:
+    """Waits for what another rank says in the store.
 
     Raises:
-        config.ConfigError: there is no such interface, or it has no IPv4 address.
+        LaunchError: it did not come.
     """
-    interfaces = psutil.net_if_addrs()
-    for item in interfaces.get(name, []):
-        if item.family == socket.AF_INET:
-            return str(item.address)
-    raise config.ConfigError(
-        f"interface = {name!r}: must be one of {', '.join(interfaces)}, with an IPv4 address"
-    )
+    try:
+        return bytes(store.get(key))
+    except RuntimeError as error:
+        raise LaunchError(f"another rank did not come ({key}): {error}") from error
 
 
 def _on_stop_signal(action: Callable[[], None] | None) -> None:
@@ -129,78 +253,3 @@ def _on_stop_signal(action: Callable[[], None] | None) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)
-
-
-class Front:
-    """Rank 0's HTTP process, watched from a thread: when it dies, the job ends."""
-
-    def __init__(
-        self,
-        serve_config: config.ServeConfig,
-        listener: socket.socket,
-        endpoints: list[str],
-        keys: CurveKeys,
-    ) -> None:
-        self._server = serve_config.server
-        self._listener = listener
-        self._endpoints = endpoints
-        self._keys = keys
-        self._started = time.monotonic()
-        self._context = zmq.Context()
-        self._control = self._context.socket(zmq.PUSH)
-        port = self._control.bind_to_random_port("tcp://127.0.0.1")
-        self._child = self._spawn(serve_config, f"tcp://127.0.0.1:{port}")
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def _spawn(self, serve_config: config.ServeConfig, control: str) -> Child:
-        return spawn(
-            "moeserve.api.process",
-            "http 0",
-            lambda status_fd: msgspec.json.encode(
-                HttpProcessConfig(
-                    config=serve_config,
-                    rank_endpoints=self._endpoints,
-                    control_endpoint=control,
-                    listen_fd=self._listener.fileno(),
-                    server_index=0,
-                    status_fd=status_fd,
-                    parent_pid=os.getpid(),
-                    curve_public=self._keys.public,
-                    curve_secret=self._keys.secret,
-                )
-            ),
-            pass_fds=(self._listener.fileno(),),
-        )
-
-    def _watch(self) -> None:
-        while not failed([self._child]):
-            was_ready = self._child.ready is not None
-            listen([self._child], None)
-            if self._child.ready and not was_ready:
-                console = Console(stderr=True)
-                seconds = time.monotonic() - self._started
-                report.print_startup(console, [], [self._child], seconds)
-                address = self._listener.getsockname()[:2]
-                report.print_address(console, address, has_key=self._server.api_key is not None)
-        logger.info("%s; stopping the job", self._child.last_words())
-        self._stop_ranks()
-
-    def drain(self) -> None:
-        """Lets requests in flight finish; when the HTTP process has left, the ranks follow."""
-        self._control.send(messages.encode(messages.Drain(self._server.shutdown_timeout)))
-
-    def _stop_ranks(self) -> None:
-        socket_ = self._context.socket(zmq.DEALER)
-        socket_.curve_serverkey = self._keys.public.encode()
-        socket_.curve_publickey = self._keys.public.encode()
-        socket_.curve_secretkey = self._keys.secret.encode()
-        socket_.connect(self._endpoints[0])
-        socket_.send(messages.encode(messages.Shutdown()))
-
-    def stop(self) -> None:
-        """Ends the HTTP process; called when this rank's loop is over, for whatever reason."""
-        if not self._child.is_gone:
-            self._control.send(messages.encode(messages.Dead("rank 0 has stopped")))
-        self._child.leave(time.monotonic() + STOP_GRACE_S)
-        self._context.destroy(linger=0)
-        self._listener.close()

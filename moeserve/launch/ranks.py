@@ -19,6 +19,7 @@ from moeserve import config, messages
 from moeserve.engine.setup import make_setup
 from moeserve.engine.spec import WorkerSpec
 from moeserve.launch.children import STOP_GRACE_S, Child, LaunchError, failed, listen, spawn
+from moeserve.launch.interfaces import interface_address
 
 
 class RankGroup:
@@ -36,6 +37,8 @@ class RankGroup:
     def __init__(self, serve_config: config.ServeConfig) -> None:
         self._config = serve_config
         make_setup(serve_config)
+        if serve_config.parallel.ep > 1:
+            interface_address(serve_config.parallel.interface)
         # mkdtemp makes it 0700: zmq's socket files are guarded by the folder, not by their mode.
         self.run_dir = Path(tempfile.mkdtemp(prefix="moeserve-"))
         self.endpoints = [f"ipc://{self.run_dir}/rank{r}" for r in range(serve_config.parallel.ep)]

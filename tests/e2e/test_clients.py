@@ -183,31 +183,31 @@ def test_chat_logprobs_are_those_of_transformers(ai: Any, tokenizer: Any, score:
 
 
 def test_the_stream_helper_of_chat(ai: Any) -> None:
+    text = ai.chat.completions.create(messages=MESSAGES, **GREEDY).choices[0].message.content
     request = {
-        **GREEDY, "messages": MESSAGES, "logprobs": True, "top_logprobs": 1,
-        "stream_options": {"include_usage": True},
+        **GREEDY, "messages": MESSAGES, "logprobs": True, "top_logprobs": 1, "stop": text[30:34],
     }  # fmt: skip
-    whole = ai.chat.completions.create(**{**request, "stream_options": openai.omit})
-    with ai.chat.completions.stream(**request) as stream:
+    [whole] = ai.chat.completions.create(**request).choices
+    with ai.chat.completions.stream(**request, stream_options={"include_usage": True}) as stream:
         events = list(stream)
         final = stream.get_final_completion()
-    assert "".join(e.delta for e in events if e.type == "content.delta") == (
-        whole.choices[0].message.content
-    )
-    assert final.choices[0].message.content == whole.choices[0].message.content
-    assert final.choices[0].message.role == "assistant"
-    assert final.choices[0].finish_reason == whole.choices[0].finish_reason
-    assert final.choices[0].logprobs.content == whole.choices[0].logprobs.content
-    assert final.usage.completion_tokens == whole.usage.completion_tokens
+    [choice] = final.choices
+    assert whole.message.content == text[: text.index(text[30:34])]
+    assert "".join(e.delta for e in events if e.type == "content.delta") == whole.message.content
+    assert (choice.message.content, choice.message.role) == (whole.message.content, "assistant")
+    assert choice.finish_reason == whole.finish_reason == "stop"
+    assert choice.logprobs.content == whole.logprobs.content
+    assert final.usage.completion_tokens > len(choice.logprobs.content)
     assert {"content.delta", "content.done", "logprobs.content.delta"} <= {e.type for e in events}
 
 
-def test_the_stream_helper_with_a_stop(ai: Any) -> None:
-    text = ai.chat.completions.create(messages=MESSAGES, **GREEDY).choices[0].message.content
-    with ai.chat.completions.stream(messages=MESSAGES, stop=text[20:24], **GREEDY) as stream:
-        final = stream.get_final_completion()
-    assert final.choices[0].message.content == text[: text.index(text[20:24])]
-    assert final.choices[0].finish_reason == "stop"
+def test_the_stream_helper_tells_of_a_text_cut_at_max_tokens(ai: Any) -> None:
+    """The helper's own rule: a text that ended by length is an error with the text in it."""
+    with ai.chat.completions.stream(messages=MESSAGES, **GREEDY) as stream:
+        text = "".join(event.delta for event in stream if event.type == "content.delta")
+        with pytest.raises(openai.LengthFinishReasonError) as caught:
+            stream.get_final_completion()
+    assert caught.value.completion.choices[0].message.content == text
 
 
 # ---- openai: answers around the text ----
@@ -257,11 +257,11 @@ def test_what_is_not_there_is_not_found(ai: Any) -> None:
 
 
 def test_a_wrong_key_is_an_authentication_error(server: Server) -> None:
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="wrong", max_retries=0)
-    with client, pytest.raises(openai.AuthenticationError):
-        client.models.list()
-    with client, pytest.raises(openai.AuthenticationError):
-        client.completions.create(model="embedded", prompt=PROMPT)
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="wrong", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        with pytest.raises(openai.AuthenticationError):
+            client.completions.create(model="embedded", prompt=PROMPT)
 
 
 def test_many_at_once_with_the_asynchronous_client(server: Server, ai: Any) -> None:

@@ -127,7 +127,7 @@ def test_moe_without_slots(mode):
     experts = random_experts(3, rows=4, top_k=2, slots=0)
     arguments = (experts.hidden_states, experts.w13, experts.w2, experts.slots)
     assert not MODES[mode].moe_ffn(*arguments, experts.topk_weights).any()
-    assert MODES[mode].moe_pairs(*arguments).shape == (4, 2, 48)
+    assert MODES[mode].moe_pairs(*arguments).shape == (4, 2, 72)
 
 
 lengths = st.lists(

@@ -14,6 +14,7 @@ import math
 import sys
 import time
 from collections import deque
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -25,12 +26,13 @@ from moeserve.messages import NewRequest, RankStats, TokenLogprobs, TokenOutput
 class StubConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the stub behaves.
 
-    delay_s: pause between two steps; start_delay_s: before it answers ``Hello``;
-    max_steps_ahead: steps made before mail is looked at; tokens_per_output: tokens in one output;
+    delay_s: pause between two steps; ready_path: ``Hello`` is answered once this file exists;
+    max_num_seqs: requests that run at once; tokens_per_output: tokens in one output;
     eos_token_id: ends a request when the stub emits it, unless ignored;
     script_token: a prompt that starts with it is followed by the tokens to emit, in order;
     die_after: outputs after which the stub exits without a word; error_after: outputs after which
     a request ends with an error (0: refused before the first token);
+    garbage: sends a frame that is no message before each output;
     log_path: a file that gets a line for each NewRequest and Abort.
     """
 
@@ -41,7 +43,7 @@ class StubConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 1024
     max_num_seqs: int = 1 << 30
     delay_s: float = 0.0
-    start_delay_s: float = 0.0
+    ready_path: str | None = None
     tokens_per_output: int = 1
     eos_token_id: int | None = None
     script_token: int | None = None
@@ -91,7 +93,6 @@ class StubRank:
         self._running: dict[str, _Sequence] = {}
         self._waiting: deque[_Sequence] = deque()
         self._log = open(config.log_path, "a", buffering=1) if config.log_path else None  # noqa: SIM115
-        self._started = time.monotonic()
         self._num_outputs = 0
         self._num_tokens = 0
         self._step = 0
@@ -117,7 +118,8 @@ class StubRank:
     def _handle(self, source: bytes, message: messages.ToRank) -> bool:
         match message:
             case messages.Hello():
-                if time.monotonic() - self._started >= self._config.start_delay_s:
+                ready_path = self._config.ready_path
+                if ready_path is None or Path(ready_path).exists():
                     self._send(source, self._info())
             case NewRequest():
                 self._note("new", message.request_id, len(message.prompt_token_ids))

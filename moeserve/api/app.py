@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from moeserve.api.convert import check_token_ids, read_messages
+from moeserve.api.encoder import check_model
 from moeserve.api.engine_client import ClientGone
 from moeserve.api.errors import ApiError
 from moeserve.api.experts import expert_load, expert_placement
@@ -29,7 +30,6 @@ from moeserve.api.openai import (
 from moeserve.api.parse import parse
 from moeserve.api.service import Service
 from moeserve.api.stream import DisconnectWatch, EventStream
-from moeserve.api.text import check_model
 from moeserve.config import ServerConfig
 from moeserve.metrics import CONTENT_TYPE
 
@@ -102,17 +102,21 @@ async def _read(model: type[R], request: Request) -> R:
 
 
 def _add_generation_routes(app: FastAPI, service: Service) -> None:
-    async def answer(request: Request, work: Callable[[DisconnectWatch], Any]) -> Response:
+    async def answer(
+        request: Request, work: Callable[[DisconnectWatch], Awaitable[EventStream | bytes]]
+    ) -> Response:
         watch = DisconnectWatch(request.receive)
-        result = None
         try:
             result = await work(watch)
         except ClientGone:
             return Response(status_code=499)  # nobody reads it; it marks the metrics
-        finally:
-            if not isinstance(result, EventStream):
-                watch.stop()
-        return result if isinstance(result, EventStream) else Json(result)
+        except BaseException:
+            watch.stop()
+            raise
+        if isinstance(result, EventStream):
+            return result  # which stops the watch at its end
+        watch.stop()
+        return Json(result)
 
     @app.post("/v1/completions", openapi_extra=_body_of(CompletionRequest))
     async def completions(request: Request) -> Response:
@@ -166,6 +170,9 @@ def _add_text_routes(app: FastAPI, service: Service) -> None:
         if encoder.tokenizer is None:
             raise ApiError(400, "the server runs without a tokenizer")
         tokens = check_token_ids("tokens", asked.tokens, client.info.vocab_size)
+        if len(tokens) > client.info.max_model_len:
+            text = f"tokens: {len(tokens)} are more than the context of {client.info.max_model_len}"
+            raise ApiError(400, text, param="tokens")
         return Json({"prompt": encoder.tokenizer.decode(tokens, skip_special_tokens=False)})
 
 
@@ -233,7 +240,8 @@ def _add_state_routes(app: FastAPI, service: Service) -> None:
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
     async def elsewhere(request: Request) -> Response:
-        raise ApiError(501, f"{request.url.path} is not implemented here")
+        # 404, no 5xx: clients take those for a passing fault and try again.
+        raise ApiError(404, f"{request.url.path} is not implemented here")
 
     for path in _ELSEWHERE:
         app.add_route(path, elsewhere, methods=["GET", "POST"], include_in_schema=False)

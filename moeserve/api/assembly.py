@@ -14,12 +14,12 @@ import uvloop
 from moeserve.api.app import build_app
 from moeserve.api.chat_template import load_chat_template
 from moeserve.api.convert import load_sampling_defaults
+from moeserve.api.encoder import TextEncoder
 from moeserve.api.engine_client import EngineClient
 from moeserve.api.process import HttpProcessConfig
 from moeserve.api.rank_links import CurveKeys, RankLinks
 from moeserve.api.server import Server
 from moeserve.api.service import Service
-from moeserve.api.text import TextEncoder
 from moeserve.api.tokenizer import Tokenizer, tokenizer_folder
 from moeserve.config import ModelConfig, resolve_model_path
 from moeserve.metrics import Metrics

@@ -92,7 +92,7 @@ class ChatTemplate:
         """
         chat = [{k: v for k, v in message.items() if v is not None} for message in messages]
         extra = dict(variables or {})
-        if reserved := _RESERVED & extra.keys():
+        if reserved := extra.keys() & {*_RESERVED, *self._named}:
             raise TemplateFault(f"{min(reserved)} can not be set by chat_template_kwargs")
         final = ""
         if continue_final_message:

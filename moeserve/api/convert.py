@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +267,7 @@ def _read_message(place: str, message: Any) -> dict[str, str]:
 def _read_content(place: str, content: Any) -> str:
     if isinstance(content, str):
         return content
-    if not isinstance(content, Sequence):
+    if not isinstance(content, list):
         raise bad_request(f"{place}: must be a string or a list of parts", param="messages")
     texts = []
     for i, part in enumerate(content):

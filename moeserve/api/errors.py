@@ -21,7 +21,6 @@ _TYPES = {
     404: "NotFoundError",
     429: "RateLimitError",
     500: "InternalServerError",
-    501: "NotImplementedError",
 }
 
 

@@ -103,6 +103,7 @@ class Server(uvicorn.Server):
             ws="none",
             lifespan="off",
             log_config=None,
+            log_level="error",
             access_log=False,
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,

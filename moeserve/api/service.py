@@ -19,6 +19,7 @@ from moeserve.api.convert import (
     samples,
     sampling_params,
 )
+from moeserve.api.encoder import TextEncoder, check_model
 from moeserve.api.engine_client import EngineClient, PromptRequest
 from moeserve.api.errors import bad_request, cut
 from moeserve.api.generation import Generation, Job, Prompt
@@ -26,7 +27,6 @@ from moeserve.api.logprobs import TokenNames
 from moeserve.api.openai import ChatRequest, CompletionRequest, GenerationRequest
 from moeserve.api.render import Answer, ChatFormat, CompletionFormat, EventWriter, Format
 from moeserve.api.stream import DisconnectWatch, EventStream
-from moeserve.api.text import TextEncoder, check_model
 from moeserve.config import ServeConfig
 from moeserve.messages import SamplingParams
 from moeserve.metrics import Metrics

@@ -40,6 +40,7 @@ from moeserve.parallel.choose import DispatcherChooser, TokenShape
 from moeserve.parallel.groups import ParallelGroups
 from moeserve.status import StatusPipe
 from moeserve_kernels import get_ops
+from moeserve_kernels.cpu_memory import keep_freed_memory
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -146,6 +147,7 @@ class Assembly:
         num_blocks = self.num_blocks()
         with self._status.phase("KV cache"):
             kv_cache = KVCache.allocate(plan.spec, num_blocks, cache.block_size, self._dtype)
+            keep_freed_memory()
         scheduler = Scheduler(
             self._config.scheduler,
             block_pool=BlockPool(

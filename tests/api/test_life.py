@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -53,8 +54,9 @@ def _in_background(work: Callable[[], Any]) -> concurrent.futures.Future[Any]:
 # ---- starting ----
 
 
-def test_before_the_ranks_are_ready(start: Start) -> None:
-    instance = start(stub={"start_delay_s": 1.5}, wait=False)
+def test_before_the_ranks_are_ready(start: Start, tmp_path: Path) -> None:
+    gate = tmp_path / "ready"
+    instance = start(stub={"ready_path": str(gate)}, wait=False)
     with instance.client() as client:
         eventually(lambda: client.get("/health").status_code == 200)
         assert client.get("/ready").status_code == 503
@@ -68,6 +70,7 @@ def test_before_the_ranks_are_ready(start: Start) -> None:
             answer = request()
             check_error(answer, 503)
             assert int(answer.headers["retry-after"]) >= 1
+        gate.touch()
         eventually(lambda: client.get("/ready").status_code == 200)
         assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
 

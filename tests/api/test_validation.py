@@ -346,7 +346,7 @@ _FIELDS = {
 
 
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data(), path=st.sampled_from(sorted(_FIELDS)))
 def test_no_body_makes_a_500(server: Instance, data: st.DataObject, path: str) -> None:

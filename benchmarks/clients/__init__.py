@@ -1,0 +1,1 @@
+"""Unchanged clients from PyPI run against a server; see README.md."""

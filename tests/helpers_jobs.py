@@ -1,4 +1,4 @@
-"""Starts jobs of several ranks for tests, under launchers or by hand, and leaves nothing of them."""
+"""Starts jobs of several ranks for tests, under launchers or by hand; nothing is left of them."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ class Reference:
         """The greedy continuation up to the first of ``STOPS``."""
         inputs = self._tokenizer(prompt, return_tensors="pt").input_ids
         output = self._model.generate(inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
-        text: str = self._tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True)
+        new = output[0, inputs.shape[1] :]
+        text = str(self._tokenizer.decode(new, skip_special_tokens=True))
         for stop in STOPS:
             text = text.split(stop)[0]
         return text

@@ -147,7 +147,9 @@ def write_checkpoint(trained: dict[str, Tensor], tokenizer: Path, out: Path) -> 
     shape = ModelShape()
     out.mkdir(parents=True, exist_ok=True)
     tensors = to_checkpoint(trained, shape)
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    weights = out / "model.safetensors"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # safetensors writes files that only their owner can read
     configs = {
         "config": model_config(shape),
         "tokenizer_config": tokenizer_config(shape),

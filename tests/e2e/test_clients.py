@@ -23,8 +23,8 @@ from moeserve import config
 KEY = "a-key-of-this-test"
 PROMPT = "Once upon a time"
 MESSAGES = [{"role": "user", "content": "Tell me a story about a fox."}]
-GREEDY = {"model": "embedded", "temperature": 0, "max_tokens": 24}
-SAMPLED = {"model": "embedded", "temperature": 1, "max_tokens": 24, "seed": 7}
+GREEDY: dict[str, Any] = {"model": "embedded", "temperature": 0, "max_tokens": 24}
+SAMPLED: dict[str, Any] = {"model": "embedded", "temperature": 1, "max_tokens": 24, "seed": 7}
 SAMPLE = Path(__file__).parent.parent / "data" / "embedded_sample.json"
 TOLERANCE = 1e-3  # of a log-probability: float32 sums in another order move it by 1e-5
 
@@ -198,7 +198,9 @@ def test_the_stream_helper_of_chat(ai: Any) -> None:
     assert "".join(e.delta for e in events if e.type == "content.delta") == whole.message.content
     assert (choice.message.content, choice.message.role) == (whole.message.content, "assistant")
     assert choice.finish_reason == whole.finish_reason == "stop"
-    assert choice.logprobs.content == whole.logprobs.content
+    streamed, at_once = choice.logprobs.content, whole.logprobs.content
+    assert [token.token for token in streamed] == [token.token for token in at_once]
+    assert [t.logprob for t in streamed] == near([t.logprob for t in at_once])
     assert final.usage.completion_tokens == answer.usage.completion_tokens
     assert {"content.delta", "content.done", "logprobs.content.delta"} <= {e.type for e in events}
 

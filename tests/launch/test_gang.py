@@ -1,4 +1,4 @@
-"""Ranks that a launcher starts, on loopback: they serve, they leave together, strangers stay out."""
+"""Ranks that a launcher starts, on loopback: they serve, leave together, keep strangers out."""
 
 from __future__ import annotations
 
@@ -147,9 +147,9 @@ def test_only_the_jobs_keys_open_a_mailbox(keys: str) -> None:
     socket_ = context.socket(zmq.DEALER)
     if keys != "none":
         others = zmq.curve_keypair()
-        server_keys = (public, secret) if keys == "the job's" else others
-        socket_.curve_serverkey = public if "job's" in keys else others[0]
-        socket_.curve_publickey, socket_.curve_secretkey = server_keys
+        own = (public.encode(), secret.encode()) if keys == "the job's" else others
+        socket_.curve_serverkey = public.encode() if "job's" in keys else others[0]
+        socket_.curve_publickey, socket_.curve_secretkey = own
     socket_.connect(channel.endpoint)
     socket_.send(messages.encode(messages.Shutdown()))
     mail = channel.wait(3.0 if keys == "the job's" else 1.0)

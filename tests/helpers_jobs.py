@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 from helpers_server import wait_until
@@ -139,8 +140,8 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def listening(processes: Sequence[psutil.Process]) -> list[tuple[str, int]]:
-    """Where the processes listen for TCP, in their own network namespace."""
+def listeners(processes: Sequence[psutil.Process]) -> list[tuple[str, int]]:
+    """Where the processes listen for TCP; in this network namespace."""
     return sorted(
         {
             (connection.laddr.ip, connection.laddr.port)
@@ -149,3 +150,13 @@ def listening(processes: Sequence[psutil.Process]) -> list[tuple[str, int]]:
             if connection.status == psutil.CONN_LISTEN
         }
     )
+
+
+def listening(process: psutil.Process) -> set[str]:
+    """Addresses that are listened on for TCP in the network namespace of the process."""
+    found = set()
+    for line in Path(f"/proc/{process.pid}/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state, *_ = line.split()
+        if state == "0A":  # LISTEN
+            found.add(socket.inet_ntoa(bytes.fromhex(local.split(":")[0])[::-1]))
+    return found

@@ -71,6 +71,14 @@ def test_wrong_file_is_refused_by_name(text: str, words: list[str], tmp_path: Pa
         assert word in result.output
 
 
+def test_the_example_files_are_valid() -> None:
+    folder = Path(__file__).parent.parent / "configs"
+    files = sorted(folder.glob("*.toml"))
+    assert files
+    for file in files:
+        options.load(file, {}, None)
+
+
 def test_missing_file_is_named(tmp_path: Path) -> None:
     result = CliRunner().invoke(serve, ["--config", str(tmp_path / "none.toml")])
     assert result.exit_code == 2 and "none.toml" in result.output

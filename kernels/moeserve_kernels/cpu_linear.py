@@ -44,7 +44,8 @@ class CpuLinear:
     """
 
     def __init__(self) -> None:
-        self._tile = torch.empty(_TILE_ELEMENTS)
+        self._memory = torch.empty(_TILE_ELEMENTS)
+        self._tiles: dict[torch.Size, torch.Tensor] = {}  # views of it, by shape
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The product."""
@@ -58,15 +59,23 @@ class CpuLinear:
         return functional.linear(x, weight)
 
     def _widened(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        num_outputs, num_inputs = weight.shape
         columns = x.float().T
+        if weight.numel() <= _TILE_ELEMENTS:  # an expert's: every call saved counts
+            return torch.mm(self._widen(weight), columns).to(x.dtype).T
+        num_outputs, num_inputs = weight.shape
         product = torch.empty(num_outputs, x.shape[0])
         step = max(_TILE_ELEMENTS // num_inputs, 1)
-        if num_inputs > self._tile.numel():
-            self._tile = torch.empty(num_inputs)
         for start in range(0, num_outputs, step):
-            part = weight[start : start + step]
-            tile = self._tile[: part.numel()].view(part.shape)
-            tile.copy_(part)
-            torch.mm(tile, columns, out=product[start : start + step])
+            part = self._widen(weight[start : start + step])
+            torch.mm(part, columns, out=product[start : start + step])
         return product.to(x.dtype).T
+
+    def _widen(self, weight: torch.Tensor) -> torch.Tensor:
+        """``weight`` in float32, valid until the next call."""
+        tile = self._tiles.get(weight.shape)
+        if tile is None:
+            if weight.numel() > self._memory.numel():
+                self._memory = torch.empty(weight.numel())
+                self._tiles.clear()
+            tile = self._tiles[weight.shape] = self._memory[: weight.numel()].view(weight.shape)
+        return tile.copy_(weight)

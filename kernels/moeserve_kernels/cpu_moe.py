@@ -71,12 +71,23 @@ def _expert_rows(
     flat = slots.flatten()
     num_absent, *counts = torch.bincount(flat + 1, minlength=w13.shape[0] + 1).tolist()
     order = torch.argsort(flat, stable=True)[num_absent:]
-    active = [(slot, count) for slot, count in enumerate(counts) if count]
-    sizes = [count for _, count in active]
+    active = [slot for slot, count in enumerate(counts) if count]
+    sizes = [counts[slot] for slot in active]
     if not active:
         return hidden_states[:0], order
-    hidden = torch.split(hidden_states[order // slots.shape[1]], sizes)
-    gate_up = torch.cat([linear(x, w13[slot]) for x, (slot, _) in zip(hidden, active, strict=True)])
-    hidden = torch.split(silu_mul(gate_up), sizes)
-    rows = torch.cat([linear(x, w2[slot]) for x, (slot, _) in zip(hidden, active, strict=True)])
+    hidden = hidden_states[order // slots.shape[1]]
+    gate_up = _grouped(linear, hidden, w13, active, sizes)
+    rows = _grouped(linear, silu_mul(gate_up), w2, active, sizes)
     return rows, torch.argsort(order)
+
+
+def _grouped(
+    linear: CpuLinear,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    active: list[int],
+    sizes: list[int],
+) -> torch.Tensor:
+    """Each group of rows of ``x`` times the weight of its slot, one below the other."""
+    groups = zip(torch.split(x, sizes), active, strict=True)
+    return torch.cat([linear(rows, weights[slot]) for rows, slot in groups])

@@ -66,7 +66,8 @@ def _dtype(asked: str, spec: ModelSpec) -> Literal["float32", "bfloat16"]:
 def _placement(serve_config: config.ServeConfig, spec: ModelSpec) -> Placement:
     name, num_ranks = serve_config.experts.placement, serve_config.parallel.ep
     if num_ranks > spec.num_experts:
-        raise ValueError(f"ep = {num_ranks}: must be at most {spec.num_experts}, one rank an expert")
+        most = spec.num_experts
+        raise ValueError(f"ep = {num_ranks}: must be at most {most}, the number of experts")
     if name in ("linear", "round_robin"):
         return Placement.from_strategy(name, spec.num_experts, num_ranks, spec.moe_layers)
     placement, missing = Placement.load(Path(name)).completed(spec.moe_layers, spec.num_experts)

@@ -18,6 +18,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import NoReturn
 
 import msgspec
@@ -144,7 +145,7 @@ def meet(place: config.LauncherRank, timeout_s: float) -> Store:
     """The job's part of the launcher's store.
 
     Raises:
-        LaunchError: there is no store to meet at, or another job uses it.
+        LaunchError: there is no store, a rank did not come, or another job meets there.
     """
     where = f"MASTER_ADDR = {place.master_addr}, MASTER_PORT = {place.master_port}"
     try:
@@ -155,10 +156,15 @@ def meet(place: config.LauncherRank, timeout_s: float) -> Store:
         store = PrefixStore(f"moeserve{place.attempt}", store)
         if place.rank == 0 and store.add("claims", 1) != 1:
             raise LaunchError(f"{where}: another job meets there; must be a free port")
+        # All or none: who leaves from here on is missed by the others at once.
+        store.set(f"arrived{place.rank}", "1")
+        store.wait([f"arrived{r}" for r in range(place.world_size)], timedelta(seconds=timeout_s))
     except (RuntimeError, OSError) as error:
         if isinstance(error, LaunchError):
             raise
-        raise LaunchError(f"{where}: rank {place.rank} finds no store there: {error}") from error
+        raise LaunchError(
+            f"{where}: {place.world_size} ranks did not meet there within {timeout_s:g} s: {error}"
+        ) from error
     return store
 
 
@@ -170,7 +176,7 @@ def _listener(server: config.ServerConfig) -> socket.socket:
 
 
 def _agree(store: Store, place: config.LauncherRank, serve_config: config.ServeConfig) -> None:
-    """Compares with rank 0 what must be equal on all ranks.
+    """Compares what must be equal on all ranks.
 
     Paths are not: a checkpoint may lie elsewhere on each machine, but must describe the same model.
     """
@@ -185,15 +191,17 @@ def _agree(store: Store, place: config.LauncherRank, serve_config: config.ServeC
         "dispatcher": parallel.dispatcher,
         "batch_invariant": parallel.batch_invariant,
     }
-    if place.rank == 0:
-        store.set("settings", msgspec.json.encode(ours).decode())
-        return
-    theirs = msgspec.json.decode(_get(store, "settings"))
-    for name, value in ours.items():
-        if value != theirs[name]:
-            raise config.ConfigError(
-                f"{name} = {str(value)[:200]}: must be as on rank 0: {str(theirs[name])[:200]}"
-            )
+    store.set(f"settings{place.rank}", msgspec.json.encode(ours).decode())
+    first, *others = (
+        msgspec.json.decode(_get(store, f"settings{rank}")) for rank in range(place.world_size)
+    )
+    for rank, theirs in enumerate(others, start=1):  # all ranks see it, and all leave
+        for name, value in theirs.items():
+            if value != first[name]:
+                raise config.ConfigError(
+                    f"{name} = {str(value)[:200]} on rank {rank}: must be as on rank 0, "
+                    f"{str(first[name])[:200]}"
+                )
 
 
 def _spec(

@@ -50,6 +50,7 @@ class Lifeline:
         self._on_loss = on_loss
         self._poller = zmq.Poller()
         self._watched: dict[zmq.Socket[bytes], str] = {}
+        self._sockets: list[zmq.Socket[bytes]] = []  # zmq closes what nobody refers to
         for rank, endpoint in endpoints.items():
             self._connect(endpoint, keys, silence_s, f"rank {rank} ({endpoint})")
         self._closing, self._stop = (self._context.socket(zmq.PAIR) for _ in range(2))
@@ -70,6 +71,7 @@ class Lifeline:
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(silence_s * 1000))
         monitor = socket.get_monitor_socket(sum(_LOST))  # before anything can happen
         self._watched[monitor] = name
+        self._sockets.append(socket)
         self._poller.register(monitor, zmq.POLLIN)
         socket.connect(endpoint)
 

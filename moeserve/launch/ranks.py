@@ -39,8 +39,7 @@ class RankGroup:
         make_setup(serve_config)
         if serve_config.parallel.ep > 1:
             interface_address(serve_config.parallel.interface)
-        # mkdtemp makes it 0700: zmq's socket files are guarded by the folder, not by their mode.
-        self.run_dir = Path(tempfile.mkdtemp(prefix="moeserve-"))
+        self.run_dir = _make_run_dir()
         self.endpoints = [f"ipc://{self.run_dir}/rank{r}" for r in range(serve_config.parallel.ep)]
         self.children: list[Child] = []
         try:
@@ -110,3 +109,19 @@ class RankGroup:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
+
+
+# A Unix socket's path has at most 107 characters; the longest name in the folder has 10.
+_MAX_RUN_DIR_CHARS = 96
+
+
+def _make_run_dir() -> Path:
+    """A fresh folder for sockets, mode 0700: it guards them, their own mode does not.
+
+    Raises:
+        ValueError: the temporary folder's path is too long for sockets.
+    """
+    folder = Path(tempfile.gettempdir())
+    if len(str(folder)) + len("/moeserve-12345678") > _MAX_RUN_DIR_CHARS:
+        raise ValueError(f"TMPDIR = {folder}: is too long for socket paths; set a shorter one")
+    return Path(tempfile.mkdtemp(prefix="moeserve-"))

@@ -125,18 +125,17 @@ class Instance:
         return [*self._ranks.children, *self._http]
 
     def wait_ready(self, wake_fd: int, console: Console) -> None:
-        """Returns when all processes serve, after printing how that went, or on a signal.
+        """Returns when all processes serve, after printing how that went.
 
         Raises:
-            LaunchError: a process died or gave up.
+            LaunchError: a process died or gave up, or a signal says to stop: nobody is served yet.
         """
         while not all(child.ready for child in self._children):
             listen(self._children, None, wake_fd)
             if child := failed(self._children):
                 raise LaunchError(child.last_words())
             if _signalled(wake_fd):
-                os.kill(os.getpid(), signal.SIGTERM)  # for watch, which is next
-                return
+                raise LaunchError("stopped by a signal while starting")
         seconds = time.monotonic() - self._started
         report.print_startup(console, self._ranks.children, self._http, seconds)
         report.print_address(console, self._address, has_key=self._server.api_key is not None)
@@ -156,11 +155,15 @@ class Instance:
         logger.info("stopping: requests in flight get %g s", timeout_s)
         self._tell_http(messages.Drain(timeout_s))
         deadline = time.monotonic() + timeout_s + STOP_GRACE_S
+        hurry = False
         while any(c.process.poll() is None for c in self._http) and time.monotonic() < deadline:
             listen(self._children, 0.1, wake_fd)
-            if _signalled(wake_fd):
+            if child := failed(self._ranks.children):
+                self._tell_http(messages.Dead(child.last_words()))
                 break
-        self._end_http(0.0)
+            if hurry := _signalled(wake_fd):
+                break
+        self._end_http(0.0 if hurry else DEATH_NOTICE_S)
         self._ranks.stop()
 
     def fail(self, reason: str) -> None:

@@ -103,6 +103,16 @@ def test_a_second_sigterm_hurries() -> None:
         assert server.wait(10) == 0
 
 
+def test_a_signal_while_starting_stops_at_once() -> None:
+    with serving("--ep", "2", wait=False) as server:
+        time.sleep(1)
+        family = server.family()
+        server.process.send_signal(signal.SIGINT)
+        assert server.wait(10) == 1
+        assert "stopped by a signal while starting" in "".join(server.log)
+        wait_until(lambda: not any(process.is_running() for process in family), 10)
+
+
 def refused(*arguments: str) -> str:
     """What a server that can not start says."""
     with serving(*arguments, wait=False) as server:

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 import zmq
-from helpers_jobs import Job, free_port, job, listening, serve_command, start_ranks
+from helpers_jobs import Job, free_port, job, listeners, serve_command, start_ranks
 from helpers_server import serving, wait_until
 
 from moeserve import LLM, SamplingParams, messages
@@ -112,7 +112,7 @@ def test_the_address_is_printed_when_all_ranks_serve(two_ranks: Job) -> None:
 
 
 def test_all_listeners_are_on_loopback(two_ranks: Job) -> None:
-    found = listening(two_ranks.alive())
+    found = listeners(two_ranks.alive())
     assert found and {address for address, _ in found} == {"127.0.0.1"}
 
 
@@ -122,7 +122,7 @@ def test_strangers_get_no_answer_and_do_no_harm(two_ranks: Job) -> None:
     server_public, _ = zmq.curve_keypair()
     context = zmq.Context()
     strangers = []
-    for address, port in listening([two_ranks.rank(0), two_ranks.rank(1)]):
+    for address, port in listeners([two_ranks.rank(0), two_ranks.rank(1)]):
         for has_keys in (False, True):
             stranger = context.socket(zmq.DEALER)
             if has_keys:
@@ -277,7 +277,7 @@ def test_settings_that_differ_between_ranks_are_refused_by_name() -> None:
                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
             )  # fmt: skip
         assert 0 not in running.wait(60)
-    assert "dtype = bfloat16: must be as on rank 0: float32" in running.text
+    assert running.text.count("dtype = bfloat16 on rank 1: must be as on rank 0, float32") == 2
 
 
 def test_two_jobs_do_not_meet_at_one_port() -> None:

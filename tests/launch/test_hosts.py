@@ -21,7 +21,8 @@ from moeserve import config
 from moeserve.launch.gang import checked
 from moeserve.launch.interfaces import interface_address
 
-HERE, THERE = "10.77.0.1", "10.77.0.2"
+# A network for each test run, as two may run at a time.
+HERE, THERE = (f"10.77.{os.getpid() % 256}.{host}" for host in (1, 2))
 
 
 @dataclass(frozen=True)

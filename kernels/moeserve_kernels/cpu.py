@@ -21,7 +21,7 @@ class CpuOps:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See ``Ops.linear``."""
-        product = self._linear(x, weight).contiguous()
+        product = self._linear(x, weight).to(x.dtype).contiguous()
         return product if bias is None else product + bias
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -77,6 +77,13 @@ def load_pretrained(folder: Path) -> dict[str, Tensor]:
     return from_checkpoint(load_file(folder / "model.safetensors"), ModelShape())
 
 
+def blend(
+    base: dict[str, Tensor], trained: dict[str, Tensor], *, share: float
+) -> dict[str, Tensor]:
+    """Return base + share * (trained - base): averages out the noise of an undecayed end."""
+    return {name: torch.lerp(base[name].float(), trained[name], share) for name in trained}
+
+
 def model_config(shape: ModelShape) -> dict[str, Any]:
     """Return config.json of the checkpoint."""
     return {
@@ -167,13 +174,18 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--trained", type=Path, required=True, help="trained.safetensors")
     parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--base", type=Path, help="checkpoint folder to blend with")
+    parser.add_argument("--share", type=float, default=1.0, help="of the trained model")
     return parser.parse_args()
 
 
 def main() -> None:
     """Export a trained model."""
     args = parse_args()
-    write_checkpoint(load_file(args.trained), args.tokenizer, args.out)
+    trained = load_file(args.trained)
+    if args.base:
+        trained = blend(load_pretrained(args.base), trained, share=args.share)
+    write_checkpoint(trained, args.tokenizer, args.out)
 
 
 if __name__ == "__main__":

@@ -80,9 +80,23 @@ def _placement(serve_config: config.ServeConfig, spec: ModelSpec) -> Placement:
     return placement
 
 
+class _GenerationConfig(msgspec.Struct):
+    eos_token_id: int | list[int] | None = None
+
+
 def _eos_token_ids(folder: Path, spec: ModelSpec) -> tuple[int, ...]:
     """The config's, and those of ``generation_config.json`` (chat models often have more there)."""
     path = folder / "generation_config.json"
-    more = msgspec.json.decode(path.read_bytes()).get("eos_token_id") if path.is_file() else None
+    if not path.is_file():
+        return spec.eos_token_ids
+    try:
+        more = msgspec.json.decode(path.read_bytes(), type=_GenerationConfig).eos_token_id
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from error
     listed = more if isinstance(more, list) else [] if more is None else [more]
+    for token_id in listed:
+        if not 0 <= token_id < spec.vocab_size:
+            raise ValueError(
+                f"{path}: eos_token_id = {token_id}: must be in [0, {spec.vocab_size})"
+            )
     return tuple(dict.fromkeys((*spec.eos_token_ids, *listed)))

@@ -64,11 +64,6 @@ class ExpertStore:
         """By slot: the logical expert it is for, or None when free."""
         return self._logical[layer]
 
-    def slot_of(self, layer: int, expert: int) -> int | None:
-        """The slot for logical ``expert``, or None when it lives on other ranks only."""
-        slots = self._logical[layer]
-        return slots.index(expert) if expert in slots else None
-
     def load(self, layer: int, slot: int, w13: torch.Tensor, w2: torch.Tensor) -> None:
         """Copies one expert's weights into its slot, converts them to the store's dtype if needed.
 

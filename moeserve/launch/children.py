@@ -33,7 +33,6 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     pipe: IO[bytes]
-    started: float = field(default_factory=time.monotonic)
     phases: list[status.Phase] = field(default_factory=list)
     ready: status.Ready | None = None
     error: str | None = None

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import httpx
-import pytest
 from helpers_server import Server, serving, wait_until
 
 from moeserve import config
@@ -84,9 +83,11 @@ def test_sigterm_lets_requests_finish() -> None:
         time.sleep(0.3)
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
-        with pytest.raises((httpx.HTTPError, AssertionError)):
+        try:
             answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=5)
-            assert answer.status_code != 503  # it must be refused, by status or by connection
+            assert answer.status_code == 503
+        except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError):
+            pass  # the socket is closed already: refused as well, and not left waiting
         stream.join(30)
         assert stream.events[-1] == "[DONE]"
         assert '"finish_reason":"length"' in stream.events[-2].replace(": ", ":")

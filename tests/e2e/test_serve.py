@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
-import psutil
 import pytest
 from helpers_server import Server, wait_until
 
@@ -169,5 +168,4 @@ def test_stream_has_the_documented_shape(client: httpx.Client) -> None:
 
 def test_titles_name_the_processes(server: Server) -> None:
     titles = {p.pid: " ".join(p.cmdline()) for p in server.family()}
-    assert psutil.pid_exists(server.process.pid)
     assert any("moeserve rank 0" in title for title in titles.values())

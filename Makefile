@@ -19,7 +19,7 @@ lint: $(VENV)/.test
 	$(BIN)/lint-imports
 
 # torch goes first and pinned: resolved on its own, pip may choose a build with gigabytes of CUDA.
-$(VENV)/.runtime: pyproject.toml configs/constraints.txt
+$(VENV)/.runtime: pyproject.toml configs/constraints.txt $(wildcard kernels/moeserve_kernels/csrc/*)
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch==$$(sed -n 's/^torch==//p' configs/constraints.txt)
 	$(PIP) --editable .

@@ -7,12 +7,20 @@ shares are of the plain time, and what no operation accounts for is Python and t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "_grouped_mm", "mkldnn", "mkl_linear")
+from moeserve_kernels import native
+
+_COMPILED = "compiled_product"
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "_grouped_mm", "mkldnn", "mkl_linear",
+             _COMPILED)  # fmt: skip
 _COPIES = ("copy_", "cat", "index", "index_select", "index_put", "gather", "embedding")
 
 
@@ -20,6 +28,7 @@ _COPIES = ("copy_", "cat", "index", "index_select", "index_put", "gather", "embe
 class Shares:
     """Parts of the time of a step; they sum to 1.
 
+    matrix_products: also what a compiled MoE layer does around its products, in the same call.
     copies: also the widening of bfloat16 weights to float32 where a CPU has no bfloat16 product.
     """
 
@@ -47,11 +56,32 @@ def overhead_share(step: Callable[[], object], *, num_steps: int) -> Shares:
         step()
         seconds.append(time.perf_counter() - start)
     total_s = statistics.median(seconds) * num_steps  # a step that was held up does not count
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with compiled_calls_visible(), profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(num_steps):
             step()
     inside = {event.key: event.self_cpu_time_total / 1e6 for event in profiler.key_averages()}
     return shares_of(inside, total_s, num_steps)
+
+
+@contextlib.contextmanager
+def compiled_calls_visible() -> Iterator[None]:
+    """Inside, calls of the compiled operations show up in torch's profiler."""
+    if not native.is_available():
+        yield
+        return
+    from torch.profiler import record_function
+
+    def visible(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with record_function(_COMPILED):
+                return function(*args)
+
+        return call
+
+    names = ("linear", "moe_ffn")
+    calls = {name: visible(getattr(native.compiled, name)) for name in names}
+    with mock.patch.object(native, "compiled", SimpleNamespace(**calls)):
+        yield
 
 
 def shares_of(inside: Mapping[str, float], total_s: float, num_steps: int) -> Shares:

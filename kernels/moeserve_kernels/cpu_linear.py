@@ -10,9 +10,7 @@ Measured on two cores (milliseconds, weight 512 x 1024, torch 2.13, AVX2 without
 
 So: few rows go in as the right-hand side. A CPU that can not multiply bfloat16 (torch then falls
 back to plain loops, 3 to 30 times slower) reads the weight as bfloat16, where bytes count, and
-widens it to float32, tile by tile within the cache, as soon as there are rows to pay for that. Two
-weights with the same few rows are widened and multiplied together, one by each thread: what a
-thread has widened is then in its own cache (3 rows: 0.12 ms a weight instead of 0.17).
+widens it to float32, tile by tile within the cache, as soon as there are rows to pay for that.
 """
 
 from __future__ import annotations
@@ -22,9 +20,8 @@ import functools
 import torch
 from torch.nn import functional
 
-NARROW_ROWS = 1  # up to here reading bfloat16 directly wins over widening it
+_NARROW_ROWS = 1  # up to here reading bfloat16 directly wins over widening it
 _TRANSPOSE_ROWS = 128  # up to here mm(weight, x.T) wins
-_PAIR_ROWS = 12  # up to here two weights at once win, one for each thread
 _TILE_ELEMENTS = 1 << 19  # of a widened weight tile: 2 MiB of float32 stay in the cache
 
 
@@ -39,46 +36,32 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.bfloat16 and not has_bfloat16() else dtype
 
 
-def pairs_pay(dtype: torch.dtype, num_rows: int) -> bool:
-    """Whether ``CpuLinear.pair`` beats two calls: few rows, and weights that must be widened."""
-    return compute_dtype(dtype) != dtype and NARROW_ROWS < num_rows <= _PAIR_ROWS
-
-
 class CpuLinear:
     """``x [T, K] @ weight [N, K].T`` -> [T, N]; T may be 0.
 
-    Of bfloat16 weights that must be widened, ``x`` may be given in float32 and the result is
-    float32; else it is in the dtype of x. It may be a transposed view. The object owns the memory
-    that weights are widened in, so that it stays in the cache; two threads must not share it.
+    Where bfloat16 weights were widened the result is float32, else in the dtype of x; it may be a
+    transposed view. The object owns the memory that weights are widened in, so that it stays in
+    the cache; two threads must not share it.
     """
 
     def __init__(self) -> None:
         self._memory = torch.empty(_TILE_ELEMENTS)
-        self._tiles: dict[torch.Size, torch.Tensor] = {}  # views of it, by shape
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The product."""
         num_rows = x.shape[0]
-        if num_rows <= NARROW_ROWS and x.dtype == weight.dtype == torch.bfloat16:
-            return functional.linear(x, weight)
-        if compute_dtype(weight.dtype) != weight.dtype:
+        if num_rows > _NARROW_ROWS and compute_dtype(weight.dtype) != weight.dtype:
             return self._widened(x.float(), weight)
         if 1 < num_rows <= _TRANSPOSE_ROWS and x.dtype == torch.float32:
             return torch.mm(weight, x.T).T
         return functional.linear(x, weight)
 
-    def pair(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Two products at once: x float32 [2, T, K], weights [2, N, K] -> float32 [2, T, N]."""
-        if weights.numel() > 2 * _TILE_ELEMENTS:  # too large to stay in the cache together
-            return torch.stack([self._widened(x[i], weights[i]) for i in range(2)])
-        return torch.bmm(x, self._widen(weights).transpose(1, 2))
-
     def _widened(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if weight.numel() <= _TILE_ELEMENTS:  # an expert's: every call saved counts
-            return torch.mm(self._widen(weight), x.T).T
         num_outputs, num_inputs = weight.shape
-        product = torch.empty(num_outputs, x.shape[0])
         step = max(_TILE_ELEMENTS // num_inputs, 1)
+        if num_outputs <= step:  # an expert's: every call saved counts
+            return torch.mm(self._widen(weight), x.T).T
+        product = torch.empty(num_outputs, x.shape[0])
         for start in range(0, num_outputs, step):
             part = self._widen(weight[start : start + step])
             torch.mm(part, x.T, out=product[start : start + step])
@@ -86,10 +69,6 @@ class CpuLinear:
 
     def _widen(self, weight: torch.Tensor) -> torch.Tensor:
         """``weight`` in float32, valid until the next call."""
-        tile = self._tiles.get(weight.shape)
-        if tile is None:
-            if weight.numel() > self._memory.numel():
-                self._memory = torch.empty(weight.numel())
-                self._tiles.clear()
-            tile = self._tiles[weight.shape] = self._memory[: weight.numel()].view(weight.shape)
-        return tile.copy_(weight)
+        if weight.numel() > self._memory.numel():
+            self._memory = torch.empty(weight.numel())
+        return self._memory[: weight.numel()].view(weight.shape).copy_(weight)

@@ -26,6 +26,8 @@ from moeserve_kernels.rotary import rope
 class InvariantOps:
     """See ``ops.Ops`` for what each operation takes and returns."""
 
+    description = "batch invariant"
+
     def __init__(self) -> None:
         self._tiles = TileLinear()
 

@@ -17,7 +17,12 @@ MODES = ("cpu", "invariant", "reference")
 
 
 class Ops(Protocol):
-    """One implementation of every operation. Objects hold no state that a caller could see."""
+    """One implementation of every operation. Objects hold no state that a caller could see.
+
+    description: a few words on how it computes, for people.
+    """
+
+    description: str
 
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None

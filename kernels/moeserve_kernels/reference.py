@@ -15,6 +15,8 @@ from moeserve_kernels.rotary import rope
 class ReferenceOps:
     """See ``ops.Ops`` for what each operation takes and returns."""
 
+    description = "plain torch, for tests"
+
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -78,6 +78,7 @@ class Assembly:
         )
         self._traffic = Traffic()
         self._load = LoadCounter(plan.spec.moe_layers, plan.spec.num_experts)
+        self._ops = get_ops("invariant" if self._config.parallel.batch_invariant else "cpu")
 
     def load_weights(self) -> DecoderWeights:
         """Fills this rank's expert slots and returns all other weights.
@@ -96,7 +97,6 @@ class Assembly:
     def build_model(self, weights: DecoderWeights, groups: ParallelGroups) -> Decoder:
         """The model over its weights and the ranks' transports."""
         plan, parallel = self._plan, self._config.parallel
-        ops = get_ops("invariant" if parallel.batch_invariant else "cpu")
         slot_map = SlotMap(plan.placement, self._worker.rank)
         shape = TokenShape(
             hidden_size=plan.spec.hidden_size,
@@ -112,12 +112,12 @@ class Assembly:
                 groups,
                 slots_per_rank=slot_map.slots_per_rank,
                 shape=shape,
-                ops=ops,
+                ops=self._ops,
                 dispatcher=parallel.dispatcher,
             ),
             pairs_travel_home=parallel.batch_invariant,
         )
-        return Decoder(plan.spec, weights, ops, runtime, max_model_len=plan.max_model_len)
+        return Decoder(plan.spec, weights, self._ops, runtime, max_model_len=plan.max_model_len)
 
     def num_blocks(self) -> int:
         """KV blocks of this rank: as set, as memory set allows, or as free memory suggests.
@@ -203,8 +203,7 @@ class Assembly:
             f"{self._store.num_bytes / 2**20:.0f} MiB",
             "KV cache": f"{num_bytes / 2**20:.0f} MiB buys {num_tokens} tokens "
             f"({num_tokens / plan.max_model_len:.1f} requests of {plan.max_model_len})",
-            "compute": f"{torch.get_num_threads()} threads, {plan.dtype}"
-            + (", batch invariant" if self._config.parallel.batch_invariant else ""),
+            "compute": f"{torch.get_num_threads()} threads, {plan.dtype}, {self._ops.description}",
         }
 
 

@@ -32,8 +32,9 @@ logger = logging.getLogger(__name__)
 MAX_UNREAD_BYTES = 1 << 20  # of outputs that a client does not take; then it is cut off
 _FRAMES_PER_TURN = 128  # of one rank, before other work gets a turn
 _HELLO_INTERVAL_S = 1.0
+_SLOW_SHARE = 1 / 3  # of the time after which a silent rank is an error
 
-State = Literal["starting", "ready", "stalled", "draining", "dead"]
+State = Literal["starting", "ready", "slow", "stalled", "draining", "dead"]
 
 
 class ClientGone(Exception):
@@ -117,14 +118,21 @@ class EngineClient:
 
     @property
     def state(self) -> State:
-        """What the instance can do now."""
+        """What the instance can do now.
+
+        "slow": a rank with work has been silent for a third of the time after which it counts as
+        stalled. Load balancers should turn away from it, but nobody should restart it yet.
+        """
         if self._dead_reason is not None:
             return "dead"
         if self._is_draining:
             return "draining"
         if len(self.infos) < len(self._links.sockets):
             return "starting"
-        return "stalled" if self._silence_s() > self._silence_limit_s else "ready"
+        silence_s = self._silence_s()
+        if silence_s > self._silence_limit_s:
+            return "stalled"
+        return "slow" if silence_s > self._silence_limit_s * _SLOW_SHARE else "ready"
 
     @property
     def num_in_flight(self) -> int:

@@ -303,10 +303,13 @@ def test_the_engine_dies(start: Start) -> None:
 
 
 def test_a_silent_rank_is_noticed(start: Start) -> None:
-    instance = start(collective_timeout=1.0, stub={"delay_s": 0.01})
+    instance = start(collective_timeout=3.0, stub={"delay_s": 0.01})
     waiting = _in_background(lambda: instance.complete(max_tokens=200))
     eventually(lambda: instance.num("new") == 1)
     instance.ranks[0].send_signal(signal.SIGSTOP)
+    eventually(lambda: _health(instance, "/ready") == 503)
+    assert httpx.get(instance.url + "/ready").json() == {"status": "slow"}
+    assert _health(instance) == 200  # not ready comes first: no more traffic, no restart yet
     eventually(lambda: _health(instance) == 503)
     assert httpx.get(instance.url + "/ready").json() == {"status": "stalled"}
     instance.ranks[0].send_signal(signal.SIGCONT)

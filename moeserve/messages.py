@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -194,6 +194,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] | None = None  # one per token id
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # a part of the prompt's, in order
     num_cached_tokens: int = 0
+    queued_s: float = 0.0  # how long it waited for its first step
     error: str | None = None
 
 

@@ -68,6 +68,7 @@ class InFlight:
         "num_tokens",
         "rank",
         "request_id",
+        "started",
     )
 
     def __init__(
@@ -90,6 +91,7 @@ class InFlight:
         self.arrived = arrived
         self.first_token = 0.0
         self.last_token = 0.0
+        self.started = arrived  # with its first step
         self.num_tokens = 0
 
     def observe(self, output: TokenOutput, now: float) -> None:
@@ -99,7 +101,10 @@ class InFlight:
             metrics = self.metrics
             if self.num_tokens == 0:
                 self.first_token = now
+                self.started = min(self.arrived + output.queued_s, now)
                 metrics.observe("time_to_first_token_seconds", now - self.arrived)
+                metrics.observe("request_queue_time_seconds", output.queued_s)
+                metrics.observe("request_prefill_time_seconds", now - self.started)
                 metrics.add("prompt_tokens_cached", output.num_cached_tokens)
                 self.mailbox.reservation.start(self.num_prompt_tokens)
             else:
@@ -118,6 +123,7 @@ class InFlight:
         if self.num_tokens:
             decode_s = self.last_token - self.first_token
             metrics.observe("request_decode_time_seconds", decode_s)
+            metrics.observe("request_inference_time_seconds", self.last_token - self.started)
             if self.num_tokens > 1:
                 per_token = decode_s / (self.num_tokens - 1)
                 metrics.observe("request_time_per_output_token_seconds", per_token)

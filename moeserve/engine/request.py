@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -25,7 +26,8 @@ class Request:
     front, have their keys and values in ``block_ids``; each step lets the second catch up with the
     first. order: who goes first (lowest), and who is preempted first (highest); max_tokens: bound
     of the output after clamping; stop_token_ids: ids that end the request, end-of-sequence
-    included; seed: of its random numbers. block_keys and prefix_ids belong to the prefix cache.
+    included; seed: of its random numbers; created_s: on the monotonic clock; queued_s: from then
+    to the first admission. block_keys and prefix_ids belong to the prefix cache.
     """
 
     request_id: str
@@ -40,6 +42,8 @@ class Request:
     cache_salt: str = ""
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
+    created_s: float = field(default_factory=time.monotonic)
+    queued_s: float = 0.0
     block_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache spared, at first admission
     num_preemptions: int = 0

@@ -15,6 +15,7 @@ would not fit the pool alone.
 from __future__ import annotations
 
 import logging
+import time
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -278,7 +279,10 @@ class Scheduler:
         request.block_ids += cached
         request.num_computed_tokens = len(cached) * self._pool.block_size
         insort(self._running, request, key=lambda r: r.order)
-        if not request.num_preemptions and self._pool.prefix_cache is not None:
+        if request.num_preemptions:
+            return
+        request.queued_s = time.monotonic() - request.created_s
+        if self._pool.prefix_cache is not None:
             request.num_cached_tokens = request.num_computed_tokens
             self._prefix_cache_queries += request.num_prompt_tokens
             self._prefix_cache_hits += request.num_cached_tokens
@@ -331,6 +335,7 @@ class Scheduler:
             logprobs=None if result.logprobs is None else [result.logprobs],
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=request.num_cached_tokens,
+            queued_s=request.queued_s,
         )
 
     def check(self) -> None:

@@ -33,6 +33,10 @@ VLLM_NAMES = {
     "inter_token_latency_seconds",
     "request_time_per_output_token_seconds",
     "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_inference_time_seconds",
     "request_prompt_tokens",
     "request_generation_tokens",
     "request_params_n",
@@ -82,6 +86,12 @@ def test_counts(start: Callable[..., Instance]) -> None:
     assert value("time_to_first_token_seconds_count", "0") == 6
     assert value("inter_token_latency_seconds_count", "0") == 24
     assert value("e2e_request_latency_seconds_count", "0") == 7
+    for phase in ("queue", "prefill", "decode", "inference"):
+        assert value(f"request_{phase}_time_seconds_count", "0") == 6
+    assert value("request_inference_time_seconds_sum", "0") == pytest.approx(
+        value("request_prefill_time_seconds_sum", "0")
+        + value("request_decode_time_seconds_sum", "0")
+    )
     assert value("moe_rank_tokens_total", "0") == 30
     assert value("kv_cache_usage_perc", "0") == 0.25
     assert value("engine_healthy", "0") == 1

@@ -56,6 +56,7 @@ class Result:
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     num_cached_tokens: int = 0
+    queued_s: float = field(default=0.0, compare=False)
 
     def take(self, output: TokenOutput) -> None:
         assert self.finish_reason is None, "an output after the last one"
@@ -65,6 +66,7 @@ class Result:
         self.error = output.error
         self.prompt_logprobs += output.prompt_logprobs or []
         self.num_cached_tokens = output.num_cached_tokens
+        self.queued_s = output.queued_s
 
 
 class StubEngine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -36,6 +37,17 @@ def test_four_long_requests_in_ten_blocks_are_preempted_and_get_their_text(
         got = engine.results[name]
         assert got.token_ids == engine.expected(prompt, **LONG).token_ids
         assert got.num_cached_tokens == 0, "its own blocks, found again, are no saved prompt"
+
+
+def test_the_time_in_the_queue_ends_with_the_first_step(make_engine: Any) -> None:
+    engine = make_engine(max_num_seqs=1)
+    engine.add("first", [1, 2], max_tokens=2, ignore_eos=True)
+    engine.add("second", [3, 4], max_tokens=2, ignore_eos=True)
+    engine.step()
+    time.sleep(0.05)
+    while engine.scheduler.has_unfinished:
+        engine.step()
+    assert engine.results["first"].queued_s < 0.05 <= engine.results["second"].queued_s
 
 
 def test_the_first_request_is_never_preempted(make_engine: Any) -> None:

@@ -18,9 +18,13 @@ from unittest import mock
 
 from moeserve_kernels import native
 
-_COMPILED = "compiled_product"
+_COMPILED = {
+    "linear": "compiled_product",
+    "moe_ffn": "compiled_product",
+    "attn_decode": "compiled_attention",
+}
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "_grouped_mm", "mkldnn", "mkl_linear",
-             _COMPILED)  # fmt: skip
+             "compiled_product")  # fmt: skip
 _COPIES = ("copy_", "cat", "index", "index_select", "index_put", "gather", "embedding")
 
 
@@ -71,15 +75,16 @@ def compiled_calls_visible() -> Iterator[None]:
         return
     from torch.profiler import record_function
 
-    def visible(function: Callable[..., Any]) -> Callable[..., Any]:
+    def visible(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            with record_function(_COMPILED):
+            with record_function(kind):
                 return function(*args)
 
         return call
 
-    names = ("linear", "moe_ffn")
-    calls = {name: visible(getattr(native.compiled, name)) for name in names}
+    calls = {
+        name: visible(getattr(native.compiled, name), kind) for name, kind in _COMPILED.items()
+    }
     with mock.patch.object(native, "compiled", SimpleNamespace(**calls)):
         yield
 

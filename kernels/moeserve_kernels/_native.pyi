@@ -11,6 +11,25 @@ def linear(
     num_threads: int,
     /,
 ) -> None: ...
+def attn_decode(
+    query: int,
+    key_cache: int,
+    value_cache: int,
+    block_table: int,
+    seq_lens: int,
+    out: int,
+    num_requests: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_blocks: int,
+    block_size: int,
+    max_blocks: int,
+    scale: float,
+    sliding_window: int,
+    num_threads: int,
+    /,
+) -> None: ...
 def moe_ffn(
     hidden_states: int,
     w13: int,

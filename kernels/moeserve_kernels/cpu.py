@@ -68,8 +68,17 @@ class CpuOps:
         sliding_window: int | None = None,
     ) -> torch.Tensor:
         """See ``Ops.paged_attention``."""
+        compiles = self._compiled and native.takes(query, key_cache, value_cache)
         return cpu_attention.paged_attention(
-            query, key_cache, value_cache, block_table, query_lens, seq_lens, scale, sliding_window
+            native.attn_decode if compiles else cpu_attention.decode,
+            query,
+            key_cache,
+            value_cache,
+            block_table,
+            query_lens,
+            seq_lens,
+            scale,
+            sliding_window,
         )
 
     def route(

@@ -1,13 +1,13 @@
 """Attention over the paged cache: decoding requests together, long prompts one by one.
 
 A decoding request has one query token, so the G query heads that share a kv head become G query
-rows of that head, and K and V are never repeated. Requests are batched with those of similar
-length, so that padding at most doubles the work.
+rows of that head, and K and V are never repeated.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -16,7 +16,25 @@ from moeserve_kernels.cpu_linear import compute_dtype
 from moeserve_kernels.kv_blocks import gather_sequence
 
 
+class Decode(Protocol):
+    """Attention of one token per request: ``decode`` below, or ``native.attn_decode``."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        """query [B, heads, d], block_table int64 [B, max_blocks], seq_lens int64 [B]."""
+        ...
+
+
 def paged_attention(
+    decode: Decode,
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -26,25 +44,52 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """See ``Ops.paged_attention``."""
+    """See ``Ops.paged_attention``; ``decode`` does the requests with one query token."""
     output = torch.empty_like(query)
-    decodes: dict[int, list[tuple[int, int]]] = defaultdict(list)  # length class -> row, request
+    rows: list[int] = []
+    requests: list[int] = []
     row = 0
     for request, (num_queries, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
         if num_queries == 1:
-            decodes[(length - 1).bit_length()].append((row, request))
+            rows.append(row)
+            requests.append(request)
         else:
             key = gather_sequence(key_cache, block_table[request], length)
             value = gather_sequence(value_cache, block_table[request], length)
-            rows = slice(row, row + num_queries)
-            output[rows] = _prefill(query[rows], key, value, scale, sliding_window)
+            part = slice(row, row + num_queries)
+            output[part] = _prefill(query[part], key, value, scale, sliding_window)
         row += num_queries
-    for group in decodes.values():
-        rows_of, requests = (list(column) for column in zip(*group, strict=True))
+    if len(rows) == row:  # every request decodes
+        lengths = torch.tensor(seq_lens, dtype=torch.int64)
+        return decode(query, key_cache, value_cache, block_table, lengths, scale, sliding_window)
+    if rows:
         lengths = torch.tensor([seq_lens[request] for request in requests])
+        table = block_table[requests]
+        output[rows] = decode(
+            query[rows], key_cache, value_cache, table, lengths, scale, sliding_window
+        )
+    return output
+
+
+def decode(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """See ``Decode``: gathers requests of similar length, so that padding at most doubles work."""
+    output = torch.empty_like(query)
+    classes: dict[int, list[int]] = defaultdict(list)
+    for request, length in enumerate(seq_lens.tolist()):
+        classes[(length - 1).bit_length()].append(request)
+    for requests in classes.values():
+        lengths = seq_lens[requests]
         tokens = _token_slots(block_table[requests], lengths, key_cache.shape[1])
         key, value = (cache.flatten(0, 1)[tokens] for cache in (key_cache, value_cache))
-        output[rows_of] = _decode(query[rows_of], key, value, lengths, scale, sliding_window)
+        output[requests] = _decode(query[requests], key, value, lengths, scale, sliding_window)
     return output
 
 

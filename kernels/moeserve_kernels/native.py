@@ -1,4 +1,4 @@
-"""Products of bfloat16 weights in compiled code, for CPUs that can not multiply bfloat16.
+"""Products of bfloat16 weights and caches in compiled code, for CPUs that can not multiply them.
 
 torch's way on such a CPU is to widen a weight to float32 and to multiply then: each weight of a
 decode step is read once and written once more for nothing, and each expert costs several calls.
@@ -87,6 +87,51 @@ def moe_pairs(
     """
     out = hidden_states.new_empty(*slots.shape, hidden_states.shape[1])
     _experts(hidden_states, w13, w2, slots, None, out)
+    return out
+
+
+def attn_decode(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """``Ops.paged_attention`` of one query token per request; what ``takes`` says must hold.
+
+    Args:
+        query: [B, heads, d].
+        key_cache, value_cache: [num_blocks, block_size, kv_heads, d].
+        block_table: int64 [B, max_blocks].
+        seq_lens: int64 [B], at least 1.
+        scale, sliding_window: as in ``Ops.paged_attention``.
+
+    Raises:
+        ValueError: a sequence is longer than its row of the block table, or the table names a block
+            that is not there.
+    """
+    query, block_table = query.contiguous(), block_table.contiguous()
+    out = torch.empty_like(query)
+    compiled.attn_decode(
+        query.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        block_table.data_ptr(),
+        seq_lens.data_ptr(),
+        out.data_ptr(),
+        query.shape[0],
+        query.shape[1],
+        key_cache.shape[2],
+        query.shape[2],
+        key_cache.shape[0],
+        key_cache.shape[1],
+        block_table.shape[1],
+        scale,
+        sliding_window or 0,
+        torch.get_num_threads(),
+    )
     return out
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_kernels import assert_close, random_experts
+from helpers_kernels import assert_close, random_experts, random_paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -162,3 +162,94 @@ def test_both_ways_agree_on_a_layer():
     for compiled in (False, True):
         got = CpuOps(compiled=compiled).moe_ffn(*arguments, experts.topk_weights)
         assert_close(got, REFERENCE.moe_ffn(*experts.double()))
+
+
+lengths = st.lists(st.integers(1, 300), min_size=1, max_size=6)
+
+
+@needs_native
+@few
+@given(
+    seeds,
+    lengths,
+    st.sampled_from((1, 3, 16, 64)),
+    st.sampled_from((1, 2, 3)),
+    st.sampled_from((1, 2, 3, 4, 7, 8)),
+    st.sampled_from((16, 64, 80)),
+    st.sampled_from((None, 1, 5, 64, 100)),
+)
+def test_decode_attention(seed, lens, block_size, kv_heads, group, head_dim, window):
+    torch.set_num_threads(2)
+    paged = random_paged(
+        seed,
+        [(1, length) for length in lens],
+        kv_heads=kv_heads,
+        group=group,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=torch.bfloat16,
+    )
+    caches = (paged.key_cache, paged.value_cache, paged.block_table)
+    seq_lens = torch.tensor(paged.seq_lens)
+    got = native.attn_decode(paged.query, *caches, seq_lens, 0.3, window)
+    want = REFERENCE.paged_attention(
+        paged.query.double(),
+        paged.key_cache.double(),
+        paged.value_cache.double(),
+        paged.block_table,
+        paged.query_lens,
+        paged.seq_lens,
+        0.3,
+        window,
+    )
+    assert_close(got, want)
+    assert rounds_right(got, want)
+    alone = native.attn_decode(
+        paged.query[-1:], *caches[:2], caches[2][-1:], seq_lens[-1:], 0.3, window
+    )
+    assert torch.equal(alone, got[-1:])
+
+
+@needs_native
+def test_scores_of_any_size():
+    """A later chunk with a far larger score makes all before it vanish, without overflow."""
+    paged = random_paged(1, [(1, 200)], head_dim=16, block_size=16, dtype=torch.bfloat16)
+    for scale in (1e-4, 30.0, 1e4):
+        got = native.attn_decode(
+            paged.query,
+            paged.key_cache,
+            paged.value_cache,
+            paged.block_table,
+            torch.tensor([200]),
+            scale,
+        )
+        want = REFERENCE.paged_attention(
+            paged.query.double(),
+            paged.key_cache.double(),
+            paged.value_cache.double(),
+            paged.block_table,
+            (1,),
+            (200,),
+            scale,
+        )
+        assert_close(got, want)
+
+
+@needs_native
+@pytest.mark.parametrize("change", ["length", "block", "negative"])
+def test_a_block_table_that_does_not_fit_is_refused(change):
+    paged = random_paged(1, [(1, 30)], block_size=16, dtype=torch.bfloat16)
+    table, length = paged.block_table.clone(), 30
+    if change == "length":
+        length = 33
+    else:
+        table[0, 1] = paged.key_cache.shape[0] if change == "block" else -1
+    with pytest.raises(ValueError, match="block_table"):
+        native.attn_decode(
+            paged.query,
+            paged.key_cache,
+            paged.value_cache,
+            table,
+            torch.tensor([length]),
+            1.0,
+        )

@@ -41,7 +41,7 @@ AVX2 void split_bf16_row(const uint16_t *row, size_t depth, float *split) {
  * outputs `ahead` further on are fetched (0: none): the processor's own prefetching stops at the end
  * of each row, which is near. */
 INLINE void tile(const int M, const int N, const float *const *rows, const uint16_t *weight,
-                 size_t depth, float *out, size_t out_stride, size_t ahead) {
+                 size_t stride, size_t depth, float *out, size_t out_stride, size_t ahead) {
     __m256 sums[4][6];
 #pragma GCC unroll 4
     for (int m = 0; m < M; m++)
@@ -51,13 +51,13 @@ INLINE void tile(const int M, const int N, const float *const *rows, const uint1
         if (ahead > 0)
 #pragma GCC unroll 6
             for (int n = 0; n < N; n++)
-                _mm_prefetch((const char *)(weight + (n + ahead) * depth + k), _MM_HINT_T0);
+                _mm_prefetch((const char *)(weight + (n + ahead) * stride + k), _MM_HINT_T0);
 #pragma GCC unroll 2
         for (int odd = 0; odd < 2; odd++) {
             __m256 weights[6];
 #pragma GCC unroll 6
             for (int n = 0; n < N; n++) {
-                __m256i pairs = _mm256_loadu_si256((const __m256i *)(weight + n * depth + k));
+                __m256i pairs = _mm256_loadu_si256((const __m256i *)(weight + n * stride + k));
                 weights[n] = odd ? odd_elements(pairs) : even_elements(pairs);
             }
 #pragma GCC unroll 4
@@ -79,15 +79,16 @@ INLINE void tile(const int M, const int N, const float *const *rows, const uint1
  * NEXT_TILE stands for N. */
 #define NEXT_TILE ((size_t)-1)
 #define ROWS(M, N)                                                                               \
-    AVX2 static void rows_##M(const float *const *rows, const uint16_t *weight,                  \
-                              size_t num_outputs, size_t depth, float *out, size_t stride,       \
-                              size_t ahead) {                                                    \
+    AVX2 static void rows_##M(const float *const *rows, Bf16Rows weight, size_t depth,           \
+                              float *out, size_t out_stride, size_t ahead) {                     \
+        const uint16_t *next = weight.first;                                                     \
+        const size_t stride = weight.stride;                                                     \
         size_t n = 0;                                                                            \
         if (ahead == NEXT_TILE) ahead = N;                                                       \
-        for (; n + N <= num_outputs; n += N)                                                     \
-            tile(M, N, rows, weight + n * depth, depth, out + n, stride, ahead);                 \
-        for (; n < num_outputs; n++)                                                             \
-            tile(M, 1, rows, weight + n * depth, depth, out + n, stride, 0);                     \
+        for (; n + N <= weight.count; n += N, next += N * stride)                                \
+            tile(M, N, rows, next, stride, depth, out + n, out_stride, ahead);                   \
+        for (; n < weight.count; n++, next += stride)                                            \
+            tile(M, 1, rows, next, stride, depth, out + n, out_stride, 0);                       \
     }
 ROWS(1, 6)
 ROWS(2, 4)
@@ -97,32 +98,74 @@ ROWS(4, 2)
 /* Outputs whose weights stay in the second-level cache while all rows pass, four by four. */
 #define OUTPUT_BLOCK 48
 
-void bf16_matmul(const float *const *rows, size_t num_rows, const uint16_t *weight,
-                 size_t num_outputs, size_t depth, float *out, size_t out_stride) {
+void bf16_matmul(const float *const *rows, size_t num_rows, Bf16Rows weight, size_t depth,
+                 float *out, size_t out_stride) {
     const int in_one_pass = num_rows <= 4;
-    const size_t block = in_one_pass ? num_outputs : OUTPUT_BLOCK;
-    for (size_t n = 0; n < num_outputs; n += block) {
-        const size_t count = num_outputs - n < block ? num_outputs - n : block;
-        const uint16_t *part = weight + n * depth;
+    const size_t block = in_one_pass ? weight.count : OUTPUT_BLOCK;
+    for (size_t n = 0; n < weight.count; n += block) {
+        Bf16Rows part = {weight.first + n * weight.stride, block, weight.stride};
+        if (part.count > weight.count - n) part.count = weight.count - n;
         for (size_t m = 0; m < num_rows; m += 4) {
             float *corner = out + m * out_stride + n;
             const size_t ahead = in_one_pass ? NEXT_TILE : m == 0 ? block : 0;
             switch (num_rows - m) {
-                case 1: rows_1(rows + m, part, count, depth, corner, out_stride, ahead); break;
-                case 2: rows_2(rows + m, part, count, depth, corner, out_stride, ahead); break;
-                case 3: rows_3(rows + m, part, count, depth, corner, out_stride, ahead); break;
-                default: rows_4(rows + m, part, count, depth, corner, out_stride, ahead);
+                case 1: rows_1(rows + m, part, depth, corner, out_stride, ahead); break;
+                case 2: rows_2(rows + m, part, depth, corner, out_stride, ahead); break;
+                case 3: rows_3(rows + m, part, depth, corner, out_stride, ahead); break;
+                default: rows_4(rows + m, part, depth, corner, out_stride, ahead);
             }
         }
     }
 }
 
-/* exp(x) for x <= 88, within 2 units in the last place; 0 below -87. 2^n * p(r) with
+/* The weighted sum of one step along the depth for M rows, kept in registers. */
+INLINE void sum_tile(const int M, const float *factors, size_t factor_stride, Bf16Rows values,
+                     size_t k, float *const *sums) {
+    __m256 even[4], odd[4];
+#pragma GCC unroll 4
+    for (int m = 0; m < M; m++) {
+        even[m] = _mm256_loadu_ps(sums[m] + k);
+        odd[m] = _mm256_loadu_ps(sums[m] + k + 8);
+    }
+    for (size_t n = 0; n < values.count; n++) {
+        const __m256i *address = (const __m256i *)(values.first + n * values.stride + k);
+        const __m256i pairs = _mm256_loadu_si256(address);
+        const __m256 even_value = even_elements(pairs), odd_value = odd_elements(pairs);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) {
+            const __m256 factor = _mm256_set1_ps(factors[m * factor_stride + n]);
+            even[m] = _mm256_fmadd_ps(factor, even_value, even[m]);
+            odd[m] = _mm256_fmadd_ps(factor, odd_value, odd[m]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < M; m++) {
+        _mm256_storeu_ps(sums[m] + k, even[m]);
+        _mm256_storeu_ps(sums[m] + k + 8, odd[m]);
+    }
+}
+
+AVX2 void bf16_weighted_sum(const float *factors, size_t factor_stride, size_t num_rows,
+                            Bf16Rows values, size_t depth, float *const *sums) {
+    for (size_t m = 0; m < num_rows; m += 4) {
+        const float *part = factors + m * factor_stride;
+        for (size_t k = 0; k < depth; k += DEPTH_STEP) {
+            switch (num_rows - m) {
+                case 1: sum_tile(1, part, factor_stride, values, k, sums + m); break;
+                case 2: sum_tile(2, part, factor_stride, values, k, sums + m); break;
+                case 3: sum_tile(3, part, factor_stride, values, k, sums + m); break;
+                default: sum_tile(4, part, factor_stride, values, k, sums + m);
+            }
+        }
+    }
+}
+
+/* exp(x) for x <= 88, within 2 units in the last place; 0 below -87, NaN for NaN. 2^n * p(r) with
  * x = n ln2 + r, |r| <= ln2 / 2; p is the Taylor polynomial of degree 7 (its error is below 1e-8). */
 INLINE __m256 exponential(__m256 x) {
     const __m256 least = _mm256_set1_ps(-87.0f);
-    __m256 in_range = _mm256_cmp_ps(x, least, _CMP_GE_OQ);
-    __m256 clipped = _mm256_max_ps(least, _mm256_min_ps(x, _mm256_set1_ps(88.0f)));
+    __m256 in_range = _mm256_cmp_ps(x, least, _CMP_NLT_UQ);
+    __m256 clipped = _mm256_max_ps(least, _mm256_min_ps(_mm256_set1_ps(88.0f), x));
     __m256 n = _mm256_round_ps(_mm256_mul_ps(clipped, _mm256_set1_ps(1.44269504f)), 0);
     __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), clipped); /* ln2, upper bits */
     r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);           /* and the rest */
@@ -154,6 +197,28 @@ AVX2 void split_silu_mul(const float *gate, const float *up, size_t depth, float
     }
 }
 
+AVX2 float exponentials(float *numbers, size_t count, float shift) {
+    const __m256 wide = _mm256_set1_ps(shift);
+    __m256 sum = _mm256_setzero_ps();
+    for (size_t i = 0; i < count; i += 8) {
+        const __m256 e = exponential(_mm256_sub_ps(_mm256_loadu_ps(numbers + i), wide));
+        _mm256_storeu_ps(numbers + i, e);
+        sum = _mm256_add_ps(sum, e);
+    }
+    return sum_of_lanes(sum);
+}
+
+void join_bf16_row(const float *split, float factor, size_t depth, uint16_t *row) {
+    float joined[DEPTH_STEP];
+    for (size_t k = 0; k < depth; k += DEPTH_STEP) {
+        for (int i = 0; i < 8; i++) {
+            joined[2 * i] = split[k + i] * factor;
+            joined[2 * i + 1] = split[k + 8 + i] * factor;
+        }
+        round_to_bf16(joined, DEPTH_STEP, row + k);
+    }
+}
+
 AVX2 void round_to_bf16(const float *from, size_t count, uint16_t *to) {
     for (size_t i = 0; i < count; i++) {
         union { float value; uint32_t bits; } x = {from[i]};
@@ -175,8 +240,12 @@ AVX2 void add_scaled(const float *row, float factor, size_t count, float *sum) {
 int bf16_matmul_supported(void) { return 0; }
 void split_bf16_row(const uint16_t *row, size_t depth, float *split) {}
 void split_silu_mul(const float *gate, const float *up, size_t depth, float *split) {}
-void bf16_matmul(const float *const *rows, size_t num_rows, const uint16_t *weight,
-                 size_t num_outputs, size_t depth, float *out, size_t out_stride) {}
+void bf16_matmul(const float *const *rows, size_t num_rows, Bf16Rows weight, size_t depth,
+                 float *out, size_t out_stride) {}
+void bf16_weighted_sum(const float *factors, size_t factor_stride, size_t num_rows,
+                       Bf16Rows values, size_t depth, float *const *sums) {}
+float exponentials(float *numbers, size_t count, float shift) { return 0; }
+void join_bf16_row(const float *split, float factor, size_t depth, uint16_t *row) {}
 void round_to_bf16(const float *from, size_t count, uint16_t *to) {}
 void add_scaled(const float *row, float factor, size_t count, float *sum) {}
 

@@ -20,12 +20,29 @@ void split_bf16_row(const uint16_t *row, size_t depth, float *split);
 /* Writes silu(gate) * up to `split`; `gate` and `up` are in order; `depth` as above. */
 void split_silu_mul(const float *gate, const float *up, size_t depth, float *split);
 
-/* out[m * out_stride + n] = sum over k of rows[m][k] * weight[n][k].
+/* `count` rows of bfloat16, `stride` elements from one to the next. */
+typedef struct {
+    const uint16_t *first;
+    size_t count, stride;
+} Bf16Rows;
+
+/* out[m * out_stride + n] = sum over k < depth of rows[m][k] * weight[n][k].
  *
- * rows: `num_rows` pointers to rows in split form. weight: `num_outputs` rows, `depth` apart.
+ * rows: `num_rows` pointers to rows in split form.
  * An element's bits depend on its row and its weight alone, not on what is computed beside it. */
-void bf16_matmul(const float *const *rows, size_t num_rows, const uint16_t *weight,
-                 size_t num_outputs, size_t depth, float *out, size_t out_stride);
+void bf16_matmul(const float *const *rows, size_t num_rows, Bf16Rows weight, size_t depth,
+                 float *out, size_t out_stride);
+
+/* sums[m][k] += factors[m * factor_stride + n] * values[n][k], for n in order; sums are split. */
+void bf16_weighted_sum(const float *factors, size_t factor_stride, size_t num_rows,
+                       Bf16Rows values, size_t depth, float *const *sums);
+
+/* numbers[i] = exp(numbers[i] - shift), 0 for what is below -87; returns their sum.
+ * count is a multiple of 8. */
+float exponentials(float *numbers, size_t count, float shift);
+
+/* The reverse of split_bf16_row, of row * factor. */
+void join_bf16_row(const float *split, float factor, size_t depth, uint16_t *row);
 
 /* Rounds to nearest, ties to even, NaN kept. */
 void round_to_bf16(const float *from, size_t count, uint16_t *to);

@@ -31,11 +31,11 @@ static void multiply_block(void *context, size_t index) {
     const Layer *layer = context;
     const size_t first = index * BLOCK_OUTPUTS;
     const size_t count = smaller(BLOCK_OUTPUTS, layer->num_outputs - first);
+    const Bf16Rows weight = {layer->weight + first * layer->depth, count, layer->depth};
     float product[BLOCK_ROWS * BLOCK_OUTPUTS];
     for (size_t row = 0; row < layer->num_rows; row += BLOCK_ROWS) {
         const size_t height = smaller(BLOCK_ROWS, layer->num_rows - row);
-        bf16_matmul(layer->rows + row, height, layer->weight + first * layer->depth, count,
-                    layer->depth, product, BLOCK_OUTPUTS);
+        bf16_matmul(layer->rows + row, height, weight, layer->depth, product, BLOCK_OUTPUTS);
         for (size_t m = 0; m < height; m++)
             round_to_bf16(product + m * BLOCK_OUTPUTS, count,
                           layer->out + (row + m) * layer->num_outputs + first);

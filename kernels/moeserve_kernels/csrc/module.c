@@ -12,6 +12,10 @@ static PyObject *result_of(int status) {
         PyErr_SetString(PyExc_ValueError, "slots: has an index that is not in [-1, num_slots)");
         return NULL;
     }
+    if (status == -3) {
+        PyErr_SetString(PyExc_ValueError, "block_table: has no valid block for each token");
+        return NULL;
+    }
     Py_RETURN_NONE;
 }
 
@@ -63,9 +67,46 @@ static PyObject *py_moe_ffn(PyObject *module, PyObject *arguments) {
     return result_of(status);
 }
 
+static PyObject *py_attn_decode(PyObject *module, PyObject *arguments) {
+    unsigned long long query, key_cache, value_cache, block_table, seq_lens, out;
+    Py_ssize_t num_requests, num_heads, num_kv_heads, head_dim, num_blocks, block_size, max_blocks;
+    Py_ssize_t sliding_window;
+    float scale;
+    unsigned num_threads;
+    int status;
+    if (!PyArg_ParseTuple(arguments, "KKKKKKnnnnnnnfnI", &query, &key_cache, &value_cache,
+                          &block_table, &seq_lens, &out, &num_requests, &num_heads, &num_kv_heads,
+                          &head_dim, &num_blocks, &block_size, &max_blocks, &scale,
+                          &sliding_window, &num_threads))
+        return NULL;
+    const DecodeArguments decode = {
+        .query = (const uint16_t *)query,
+        .key_cache = (const uint16_t *)key_cache,
+        .value_cache = (const uint16_t *)value_cache,
+        .block_table = (const int64_t *)block_table,
+        .seq_lens = (const int64_t *)seq_lens,
+        .out = (uint16_t *)out,
+        .scale = scale,
+        .sliding_window = (size_t)sliding_window,
+        .num_requests = (size_t)num_requests,
+        .num_heads = (size_t)num_heads,
+        .num_kv_heads = (size_t)num_kv_heads,
+        .head_dim = (size_t)head_dim,
+        .num_blocks = (size_t)num_blocks,
+        .block_size = (size_t)block_size,
+        .max_blocks = (size_t)max_blocks,
+        .num_threads = num_threads,
+    };
+    Py_BEGIN_ALLOW_THREADS
+    status = attn_decode(&decode);
+    Py_END_ALLOW_THREADS
+    return result_of(status);
+}
+
 static PyMethodDef methods[] = {
     {"supported", py_supported, METH_NOARGS, "Whether this CPU can run the operations."},
     {"linear", py_linear, METH_VARARGS, "See operations.h."},
+    {"attn_decode", py_attn_decode, METH_VARARGS, "See operations.h."},
     {"moe_ffn", py_moe_ffn, METH_VARARGS, "See operations.h."},
     {NULL, NULL, 0, NULL},
 };

@@ -46,16 +46,17 @@ static void gate_and_up(void *context, size_t index) {
     const size_t per_group = blocks(a->intermediate_size, UP_BLOCK);
     const size_t group = index / per_group, first = index % per_group * UP_BLOCK;
     const size_t count = smaller(UP_BLOCK, a->intermediate_size - first);
-    const uint16_t *gate_weight =
-        a->w13 + (layer->group_slots[group] * 2 * a->intermediate_size + first) * a->hidden_size;
-    const uint16_t *up_weight = gate_weight + a->intermediate_size * a->hidden_size;
+    const size_t gate_row = layer->group_slots[group] * 2 * a->intermediate_size + first;
+    const Bf16Rows gate_weight = {a->w13 + gate_row * a->hidden_size, count, a->hidden_size};
+    Bf16Rows up_weight = gate_weight;
+    up_weight.first += a->intermediate_size * a->hidden_size;
     float gate[ROW_BLOCK * UP_BLOCK], up[ROW_BLOCK * UP_BLOCK];
     const size_t end = layer->group_starts[group + 1];
     for (size_t pair = layer->group_starts[group]; pair < end; pair += ROW_BLOCK) {
         const size_t height = smaller(ROW_BLOCK, end - pair);
         const float *const *rows = layer->inputs + pair;
-        bf16_matmul(rows, height, gate_weight, count, a->hidden_size, gate, UP_BLOCK);
-        bf16_matmul(rows, height, up_weight, count, a->hidden_size, up, UP_BLOCK);
+        bf16_matmul(rows, height, gate_weight, a->hidden_size, gate, UP_BLOCK);
+        bf16_matmul(rows, height, up_weight, a->hidden_size, up, UP_BLOCK);
         for (size_t m = 0; m < height; m++)
             split_silu_mul(gate + m * UP_BLOCK, up + m * UP_BLOCK, count,
                            layer->activations + (pair + m) * a->intermediate_size + first);
@@ -68,10 +69,12 @@ static void down(void *context, size_t index) {
     const size_t per_group = blocks(a->hidden_size, DOWN_BLOCK);
     const size_t group = index / per_group, first = index % per_group * DOWN_BLOCK;
     const size_t start = layer->group_starts[group];
-    bf16_matmul(layer->middles + start, layer->group_starts[group + 1] - start,
-                a->w2 + (layer->group_slots[group] * a->hidden_size + first) * a->intermediate_size,
-                smaller(DOWN_BLOCK, a->hidden_size - first), a->intermediate_size,
-                layer->results + start * a->hidden_size + first, a->hidden_size);
+    const size_t row = layer->group_slots[group] * a->hidden_size + first;
+    const Bf16Rows weight = {a->w2 + row * a->intermediate_size,
+                             smaller(DOWN_BLOCK, a->hidden_size - first), a->intermediate_size};
+    bf16_matmul(layer->middles + start, layer->group_starts[group + 1] - start, weight,
+                a->intermediate_size, layer->results + start * a->hidden_size + first,
+                a->hidden_size);
 }
 
 static void sum_row(void *context, size_t row) {

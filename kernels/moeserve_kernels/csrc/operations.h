@@ -21,6 +21,22 @@ typedef struct {
     unsigned num_threads;
 } MoeArguments;
 
+typedef struct {
+    const uint16_t *query;                   /* [num_requests, num_heads, head_dim] */
+    const uint16_t *key_cache, *value_cache; /* [num_blocks, block_size, num_kv_heads, head_dim] */
+    const int64_t *block_table;              /* [num_requests, max_blocks] */
+    const int64_t *seq_lens;                 /* [num_requests], at least 1 */
+    uint16_t *out;                           /* as query */
+    float scale;
+    size_t sliding_window; /* 0: none */
+    size_t num_requests, num_heads, num_kv_heads, head_dim, num_blocks, block_size, max_blocks;
+    unsigned num_threads;
+} DecodeArguments;
+
+/* Attention of one token per request, the last of its sequence.
+ * Returns 0, -1 when memory is out, -3 when the block table does not fit. */
+int attn_decode(const DecodeArguments *arguments);
+
 /* The experts' feed-forward. Returns 0, -1 when memory is out, -2 when a slot is out of range. */
 int moe_ffn(const MoeArguments *arguments);
 

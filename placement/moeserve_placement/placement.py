@@ -225,6 +225,11 @@ def _check_counts(num_experts: int, num_ranks: int) -> None:
 def _check_layer(layer: int, ranks: tuple[Slots, ...], num_experts: int) -> None:
     placed: set[int] = set()
     for rank, slots in enumerate(ranks):
+        distinct = {expert for expert in slots if expert is not None}
+        once = slots.count(None) + len(distinct) == len(slots)
+        if once and (not distinct or (min(distinct) >= 0 and max(distinct) < num_experts)):
+            placed |= distinct  # the usual case; what follows finds the words for the others
+            continue
         counts = Counter(expert for expert in slots if expert is not None)
         for expert, count in counts.items():
             if not 0 <= expert < num_experts:

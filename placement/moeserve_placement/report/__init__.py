@@ -1,0 +1,1 @@
+"""What people read: plan files in words, and comparisons as one HTML or PNG file."""

@@ -27,7 +27,26 @@ _ENABLE_EP = click.option(
 _MODEL = click.argument("model", required=False)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class PlacementGroup(click.Group):
+    """Adds the groups of the placement library, loaded when one is asked for or all are listed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All names, sorted."""
+        return sorted([*super().list_commands(ctx), "placement", "trace"])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name."""
+        if cmd_name in ("placement", "trace"):
+            from moeserve_placement.cli import main as library
+
+            return library.placement_group if cmd_name == "placement" else library.trace_group
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(
+    cls=PlacementGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(version("moeserve"), prog_name="moeserve")
 def main() -> None:
     """Serves mixture-of-experts language models. MODEL is a folder, or 'embedded' (the default)."""

@@ -86,11 +86,6 @@ class Forecast:
         """``worst_imbalance``, mean over the layers."""
         return _mean(self.worst_imbalance)
 
-    @property
-    def total_objective(self) -> float:
-        """``objective``, summed over the layers."""
-        return sum(self.objective.values())
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:

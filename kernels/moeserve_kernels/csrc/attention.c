@@ -10,6 +10,7 @@
 #include "bf16_matmul.h"
 #include "operations.h"
 #include "parallel.h"
+#include "sizes.h"
 
 #define CHUNK 64 /* tokens between two looks at the largest score */
 
@@ -21,8 +22,6 @@ typedef struct {
     float *peaks, *totals;
     float *scores; /* [group, CHUNK] */
 } Heads;
-
-static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 
 static int allocate_heads(Heads *heads, size_t group, size_t head_dim) {
     const size_t numbers = 2 * group * head_dim + group * (2 + CHUNK);

@@ -4,6 +4,7 @@
 #include "bf16_matmul.h"
 #include "operations.h"
 #include "parallel.h"
+#include "sizes.h"
 
 #define BLOCK_OUTPUTS 48 /* of one task; a multiple of what the tile takes at once */
 #define BLOCK_ROWS 64
@@ -15,10 +16,6 @@ typedef struct {
     float *split;
     const float **rows;
 } Layer;
-
-static size_t blocks(size_t count, size_t size) { return (count + size - 1) / size; }
-
-static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 
 static void widen_row(void *context, size_t row) {
     Layer *layer = context;

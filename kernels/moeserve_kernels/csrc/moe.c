@@ -8,6 +8,7 @@
 #include "bf16_matmul.h"
 #include "operations.h"
 #include "parallel.h"
+#include "sizes.h"
 
 #define UP_BLOCK 64 /* gate outputs, and as many up outputs, of one task */
 #define DOWN_BLOCK 96
@@ -28,10 +29,6 @@ typedef struct {
     const float **middles; /* [num_pairs], rows of activations */
     float *results;        /* [num_pairs, hidden_size] */
 } Layer;
-
-static size_t blocks(size_t count, size_t size) { return (count + size - 1) / size; }
-
-static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 
 static void widen_row(void *context, size_t row) {
     const Layer *layer = context;

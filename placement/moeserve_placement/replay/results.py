@@ -68,11 +68,6 @@ class Run:
         return self.planner if self.budget == "none" else f"{self.planner} ({self.budget})"
 
     @property
-    def has_batch_split(self) -> bool:
-        """Whether the split per batch was scored."""
-        return any(split == BATCH for split, _ in self.levels)
-
-    @property
     def num_copies(self) -> int:
         """Experts copied by all plans."""
         return sum(plan.num_copies for plan in self.plans)

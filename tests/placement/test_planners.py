@@ -15,7 +15,14 @@ from moeserve_placement.plan import Plan
 from moeserve_placement.planners import PLANNERS, Budget, get_planner
 from moeserve_placement.planners.eplb import eplb_table
 from moeserve_placement.planners.scenario import ScenarioPlanner
-from moeserve_placement.slot_table import aligned, imbalance, rank_loads, slot_table, to_placement
+from moeserve_placement.slot_table import (
+    FREE,
+    aligned,
+    imbalance,
+    rank_loads,
+    slot_table,
+    to_placement,
+)
 from moeserve_placement.topology import Topology
 
 FLAT = sorted(set(PLANNERS) - {"eplb-hierarchical"})
@@ -202,6 +209,12 @@ def test_eplb_reproduces_its_published_example() -> None:
     load = np.array([[600.0, 560, 120, 120, 20, 10, 10, 10]])
     topology = Topology.uniform(8, 2)
     assert rank_loads(load, eplb_table(load, topology)).max() == 232
+
+
+def test_eplb_with_repeats_packs_as_published_and_without_never_twice_on_a_rank() -> None:
+    load, topology = np.array([[9.0, 1.0]]), Topology.uniform(2, 3)
+    assert eplb_table(load, topology, repeats=True).tolist() == [[[0, 0, 0], [0, 0, 1]]]
+    assert eplb_table(load, topology).tolist() == [[[0, 1, FREE], [0, 1, FREE]]]
 
 
 def test_flashlb_is_at_least_as_good_as_its_published_example() -> None:

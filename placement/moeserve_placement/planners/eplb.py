@@ -3,7 +3,8 @@
 Written from the published description of DeepSeek's Expert Parallelism Load Balancer, vectorised
 over layers. It looks at one load vector per layer and takes an even split. Two differences, both
 needed for a valid placement: a copy never goes to a rank that has the expert already (the
-published packing wastes such slots), and experts, copies and ranks need not divide.
+published packing wastes such slots; ``repeats`` gives it for comparison), and experts, copies and
+ranks need not divide.
 """
 
 from __future__ import annotations
@@ -97,8 +98,13 @@ def average_load(history: LoadHistory, average: Average) -> Floats:
     return {"recent": history.mean, "fast": history.fast, "slow": history.slow}[average]
 
 
-def eplb_table(load: Floats, topology: Topology, *, num_groups: int = 1) -> Ints:
+def eplb_table(
+    load: Floats, topology: Topology, *, num_groups: int = 1, repeats: bool = False
+) -> Ints:
     """EPLB's table for loads [num_layers, num_experts]: [num_layers, num_ranks, max_slots].
+
+    repeats: whether a rank may hold an expert twice, as in the published code; such a table is for
+    comparison only, no ``Placement`` takes it.
 
     Raises:
         PlacementError: the experts do not fit, or do not divide into ``num_groups``.
@@ -114,10 +120,11 @@ def eplb_table(load: Floats, topology: Topology, *, num_groups: int = 1) -> Ints
     if num_groups > 1 and num_groups % topology.num_nodes == 0:
         homes = _groups_to_nodes(load, num_groups, topology.num_nodes)
         for node, ranks in enumerate(nodes):
-            _fill(table, load, homes == node, topology, ranks)
+            _fill(table, load, homes == node, topology, ranks, repeats=repeats)
     else:
         everything = np.ones(load.shape, dtype=np.bool_)
-        _fill(table, load, everything, topology, [rank for ranks in nodes for rank in ranks])
+        everywhere = [rank for ranks in nodes for rank in ranks]
+        _fill(table, load, everything, topology, everywhere, repeats=repeats)
     return table
 
 
@@ -141,11 +148,12 @@ def replica_counts(load: Floats, num_slots: int, *, most: int) -> Ints:
     return counts
 
 
-def pack(unit: Floats, counts: Ints, room: Ints) -> Ints:
+def pack(unit: Floats, counts: Ints, room: Ints, *, repeats: bool = False) -> Ints:
     """Heaviest copy first to the emptiest rank with room: table [num_layers, ranks, max room].
 
     unit, counts: load per copy and copies, [num_layers, num_experts]. room: slots by rank. A copy
     for which no rank has room and lacks the expert is left out; an expert's first copy never is.
+    repeats: whether a rank may get a copy of what it has.
     """
     layers, num_experts = unit.shape
     ranks = len(room)
@@ -163,7 +171,7 @@ def pack(unit: Floats, counts: Ints, room: Ints) -> Ints:
         table[row, rank, used[row, rank]] = expert
         used[row, rank] += 1
         loads[row, rank] += unit[row, expert]
-        held[row, expert, rank] = True
+        held[row, expert, rank] = not repeats
     return table
 
 
@@ -180,16 +188,23 @@ def heaviest_first(unit: Floats, counts: Ints) -> Ints:
 
 
 def _fill(
-    table: Ints, load: Floats, mine: np.ndarray, topology: Topology, ranks: Sequence[int]
+    table: Ints,
+    load: Floats,
+    mine: np.ndarray,
+    topology: Topology,
+    ranks: Sequence[int],
+    *,
+    repeats: bool,
 ) -> None:
     """Packs the experts of ``mine`` [num_layers, num_experts] on these ranks, into ``table``."""
     room = topology.usable_slots[list(ranks)]
     slots, experts = int(room.sum()), int(mine.sum(1).max())
     if slots < experts:
         raise PlacementError(f"slots: a node has {slots} usable slots for {experts} experts")
-    counts = replica_counts(np.where(mine, load, -1.0), slots, most=int((room > 0).sum()))
+    most = slots if repeats else int((room > 0).sum())
+    counts = replica_counts(np.where(mine, load, -1.0), slots, most=most)
     unit = load / np.maximum(counts, 1)
-    packed = pack(unit, counts, room)
+    packed = pack(unit, counts, room, repeats=repeats)
     table[:, list(ranks), : packed.shape[-1]] = packed
 
 

@@ -28,6 +28,7 @@ from moeserve.launch.children import LaunchError, failed, listen
 from moeserve.launch.client import RankClient
 from moeserve.launch.ranks import RankGroup
 from moeserve.messages import SamplingParams
+from moeserve_placement import Placement
 
 Prompt = str | Mapping[str, Any]
 
@@ -191,6 +192,40 @@ class LLM:
                 so_far = total.get(int(layer), [0] * len(counts))
                 total[int(layer)] = [a + b for a, b in zip(so_far, counts, strict=True)]
         return total
+
+    def place_experts(self, placement: Placement) -> int:
+        """Starts moving experts to where ``placement`` has them, while requests run.
+
+        Returns the id of the decision in ``expert_history``.
+
+        Raises:
+            ValueError: the placement does not fit the model or its slots, or a plan is in progress.
+        """
+        layers = {str(layer): ranks for layer, ranks in placement.layers.items()}
+        body = {"num_experts": placement.num_experts, "layers": layers}
+        return int(self._client.command("place", body)["id"])
+
+    def rebalance_experts(self, planner: str | None = None, *, dry_run: bool = False) -> int:
+        """Asks for a plan for the load so far and carries it out; returns the decision's id.
+
+        Raises:
+            ValueError: a plan is in progress.
+        """
+        body = {"planner": planner, "dry_run": dry_run}
+        return int(self._client.command("rebalance", body)["id"])
+
+    def rollback_experts(self, decision_id: int | None = None) -> int:
+        """Goes back to the placement before that decision (default: the last that moved anything).
+
+        Raises:
+            ValueError: there is none, or a plan is in progress.
+        """
+        return int(self._client.command("rollback", {"id": decision_id})["id"])
+
+    def expert_history(self) -> dict[str, Any]:
+        """The placement manager's state and its decisions, the newest first (``entries``)."""
+        history: dict[str, Any] = self._client.history()
+        return history
 
     def check(self) -> None:
         """Raises RuntimeError if a rank's accounts are wrong or KV blocks are still in use."""

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -156,18 +156,26 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
     protocol: int = PROTOCOL
 
 
+class Command(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """HTTP -> rank 0: do something about placement; answered like a ``Query``. ``body``: JSON."""
+
+    query_id: int
+    what: str  # rebalance, place, rollback, freeze, unfreeze, pin, unpin, cancel
+    body: bytes
+
+
 class Query(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """HTTP -> rank: asks for ``what``; answered by ``Answer`` with the same ``query_id``."""
 
     query_id: int
-    what: Literal["placement", "load", "check"]
+    what: Literal["placement", "load", "check", "history"]
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Supervisor -> rank: leave together with all ranks at the next agreed step."""
 
 
-ToRank = NewRequest | Abort | Wake | Hello | Query | Shutdown
+ToRank = NewRequest | Abort | Wake | Hello | Query | Command | Shutdown
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -236,11 +244,12 @@ class RankInfo(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Rank -> HTTP: ``body`` is JSON."""
+    """Rank -> HTTP: ``body`` is JSON; ``error``: why the rank would not, for the user."""
 
     query_id: int
     rank: int
     body: bytes
+    error: str | None = None
 
 
 FromRank = StepOutputs | RankInfo | Answer

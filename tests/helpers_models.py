@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from moeserve.experts.load import LoadCounter
-from moeserve.experts.mapping import SlotMap
 from moeserve.experts.store import ExpertStore
 from moeserve.experts.traffic import Traffic
 from moeserve.model.batch import Batch
@@ -57,6 +56,7 @@ class Rank:
         batch = Batch(
             input_ids=_ids([t for tokens, _, _ in work for t in tokens]),
             positions=_ids([p for places in positions for p in places]),
+            is_decode=torch.zeros(sum(lens), dtype=torch.bool),
             slot_mapping=_ids(slots),
             block_table=torch.tensor(table, dtype=torch.int64).view(len(work), width),
             query_lens=tuple(lens),
@@ -102,9 +102,8 @@ def make_rank(
     dispatcher = LocalDispatcher(ops)
     runtime = ExpertRuntime(
         store=store,
-        slot_map=SlotMap(placement, 0),
         load=load,
-        traffic=Traffic(),
+        traffic=Traffic(spec.moe_layers),
         dispatcher=lambda sizes: dispatcher,
         pairs_travel_home=mode == "invariant",
     )

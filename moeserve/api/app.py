@@ -6,7 +6,6 @@ import importlib.metadata
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
@@ -19,8 +18,9 @@ from moeserve.api.convert import check_token_ids, read_messages
 from moeserve.api.encoder import check_model
 from moeserve.api.engine_client import ClientGone
 from moeserve.api.errors import ApiError
-from moeserve.api.experts import expert_load, expert_placement
+from moeserve.api.expert_routes import add_expert_routes
 from moeserve.api.guard import Guard
+from moeserve.api.json_response import Json
 from moeserve.api.openai import (
     ChatRequest,
     CompletionRequest,
@@ -48,28 +48,20 @@ R = TypeVar("R", bound=BaseModel)
 _MODELS = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 
 
-class Json(Response):
-    """A JSON response of an object, or of bytes that are JSON already."""
-
-    media_type = "application/json"
-
-    def __init__(self, content: Any, status_code: int = 200) -> None:
-        body = content if isinstance(content, bytes) else msgspec.json.encode(content)
-        super().__init__(body, status_code)
-
-
 def build_app(service: Service, server: ServerConfig) -> ASGIApp:
     """The whole application: guard outside, routes inside."""
     app = FastAPI(title="moeserve", version=version(), docs_url=None, redoc_url=None)
     _add_generation_routes(app, service)
     _add_text_routes(app, service)
     _add_model_routes(app, service)
+    add_expert_routes(app, service.client)
     _add_state_routes(app, service)
     _add_error_handlers(app)
     _describe(app)
     guard: ASGIApp = Guard(
         app,
         api_key=server.api_key,
+        admin_key=server.admin_key,
         max_body_bytes=server.max_body_bytes,
         metrics=service.metrics,
     )
@@ -199,14 +191,6 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
     async def model(model_id: str) -> Response:
         check_model(model_id, service.model_name)
         return Json(card())
-
-    @app.get("/experts/placement")
-    async def placement() -> Response:
-        return Json(await expert_placement(client))
-
-    @app.get("/experts/load")
-    async def load() -> Response:
-        return Json(await expert_load(client))
 
 
 def _add_state_routes(app: FastAPI, service: Service) -> None:

@@ -360,14 +360,28 @@ class EngineClient:
             sequence.mailbox.put(sequence.index, last, 0)
             self._forget(sequence, "abort")
 
-    async def query(self, what: Literal["placement", "load"], ranks: Sequence[int]) -> list[bytes]:
+    async def query(
+        self, what: Literal["placement", "load", "history"], ranks: Sequence[int]
+    ) -> list[bytes]:
         """The ranks' JSON answers, in the order of ``ranks``.
 
         Raises:
             ApiError: 503, a rank does not answer.
         """
         self.check_serving()
-        return await self._queries.ask(what, ranks)
+        return await self._queries.ask(ranks, lambda query_id: messages.Query(query_id, what))
+
+    async def command(self, what: str, body: bytes) -> bytes:
+        """Rank 0's JSON answer to a command; see ``messages.Command``.
+
+        Raises:
+            ApiError: 400, rank 0 will not do that, the text says why; 503, it does not answer.
+        """
+        self.check_serving()
+        [answer] = await self._queries.ask(
+            [0], lambda query_id: messages.Command(query_id, what, body)
+        )
+        return answer
 
 
 def _observe(prompt: PromptRequest, metrics: EngineMetrics) -> None:

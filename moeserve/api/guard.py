@@ -23,6 +23,7 @@ from moeserve.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 PUBLIC = frozenset({"/health", "/ready", "/ping", "/metrics", "/version"})
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 64 << 10
 _BODY_DEADLINE_S = 60.0
@@ -35,14 +36,24 @@ class Guard:
 
     Args:
         api_key: None lets everybody in.
+        admin_key: what ``POST /experts/*`` needs instead of the API key; None: that one.
         max_body_bytes: a larger body is answered with 413.
     """
 
     def __init__(
-        self, app: ASGIApp, *, api_key: str | None, max_body_bytes: int, metrics: Metrics
+        self,
+        app: ASGIApp,
+        *,
+        api_key: str | None,
+        max_body_bytes: int,
+        metrics: Metrics,
+        admin_key: str | None = None,
     ) -> None:
         self._app = app
         self._key = None if api_key is None else hashlib.sha256(api_key.encode()).digest()
+        self._admin_key = (
+            self._key if admin_key is None else hashlib.sha256(admin_key.encode()).digest()
+        )
         self._max_body_bytes = max_body_bytes
         self._metrics = metrics
 
@@ -77,19 +88,18 @@ class Guard:
         if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
             text = f"at most {MAX_HEADERS} headers of {MAX_HEADER_BYTES} bytes are taken"
             raise ApiError(431, text)
-        if self._key is not None and scope["path"] not in PUBLIC and not self._has_key(headers):
+        needed = self._needed_key(scope)
+        if needed is not None and not _has_key(headers, needed):
             raise ApiError(401, "a valid key is needed: Authorization: Bearer KEY")
         body = await self._read_body(headers, receive)
         await self._app(scope, _replay(body, receive), send)
 
-    def _has_key(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        given = [value for name, value in headers if name == b"authorization"]
-        if len(given) != 1 or self._key is None:
-            return False
-        scheme, _, key = given[0].partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
-        is_same = hmac.compare_digest(digest, self._key)
-        return is_same and scheme.lower() == b"bearer" and bool(key.strip())
+    def _needed_key(self, scope: Scope) -> bytes | None:
+        """SHA-256 of the key that this request must bring, None for none."""
+        if scope["path"] in PUBLIC:
+            return None
+        is_admin = scope["path"].startswith("/experts/") and scope["method"] not in _READING
+        return self._admin_key if is_admin else self._key
 
     async def _read_body(self, headers: list[tuple[bytes, bytes]], receive: Receive) -> bytes:
         declared = next((value for name, value in headers if name == b"content-length"), b"0")
@@ -118,6 +128,16 @@ class Guard:
                 return None
             if not message["more_body"]:
                 return b"".join(parts)
+
+
+def _has_key(headers: list[tuple[bytes, bytes]], needed: bytes) -> bool:
+    given = [value for name, value in headers if name == b"authorization"]
+    if len(given) != 1:
+        return False
+    scheme, _, key = given[0].partition(b" ")
+    digest = hashlib.sha256(key.strip()).digest()
+    is_same = hmac.compare_digest(digest, needed)
+    return is_same and scheme.lower() == b"bearer" and bool(key.strip())
 
 
 async def _discard(receive: Receive) -> None:

@@ -23,7 +23,7 @@ def parse(model: type[R], body: bytes, content_type: str) -> R:
     Raises:
         ApiError: 400 or 415; the text names the field.
     """
-    data = _decode(body, content_type)
+    data = decode_object(body, content_type)
     for field, neutral in getattr(model, "NOT_IMPLEMENTED", {}).items():
         value = data.get(field)
         if value is not None and value not in neutral:
@@ -38,7 +38,12 @@ def parse(model: type[R], body: bytes, content_type: str) -> R:
         raise from_validation(error.errors(include_url=False, include_context=False)) from error
 
 
-def _decode(body: bytes, content_type: str) -> dict[str, Any]:
+def decode_object(body: bytes, content_type: str) -> dict[str, Any]:
+    """The JSON object in ``body``.
+
+    Raises:
+        ApiError: 400 or 415.
+    """
     kind = content_type.partition(";")[0].strip().lower()
     if kind and kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(415, f"content-type is {cut(kind)}: must be application/json")

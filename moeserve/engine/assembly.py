@@ -15,19 +15,19 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, not in the stubs
 
 from moeserve import config, messages
-from moeserve.engine import views
+from moeserve.engine import placement_control, views
 from moeserve.engine.batches import BatchBuilder
 from moeserve.engine.block_pool import BlockPool
 from moeserve.engine.channel import Channel
 from moeserve.engine.loop import EngineLoop
 from moeserve.engine.observer import Observer
+from moeserve.engine.placement_control import make_controller, make_manager
 from moeserve.engine.runner import ModelRunner
 from moeserve.engine.sampler import Sampler
 from moeserve.engine.scheduler import Scheduler
 from moeserve.engine.setup import make_setup
 from moeserve.engine.spec import WorkerSpec
 from moeserve.experts.load import LoadCounter
-from moeserve.experts.mapping import SlotMap
 from moeserve.experts.store import ExpertStore
 from moeserve.experts.traffic import Traffic
 from moeserve.model.decoder import Decoder
@@ -76,7 +76,7 @@ class Assembly:
             intermediate_size=plan.spec.moe_intermediate_size,
             dtype=self._dtype,
         )
-        self._traffic = Traffic()
+        self._traffic = Traffic(plan.spec.moe_layers)
         self._load = LoadCounter(plan.spec.moe_layers, plan.spec.num_experts)
         self._ops = get_ops("invariant" if self._config.parallel.batch_invariant else "cpu")
 
@@ -97,7 +97,6 @@ class Assembly:
     def build_model(self, weights: DecoderWeights, groups: ParallelGroups) -> Decoder:
         """The model over its weights and the ranks' transports."""
         plan, parallel = self._plan, self._config.parallel
-        slot_map = SlotMap(plan.placement, self._worker.rank)
         shape = TokenShape(
             hidden_size=plan.spec.hidden_size,
             top_k=plan.spec.top_k,
@@ -105,12 +104,11 @@ class Assembly:
         )
         runtime = ExpertRuntime(
             store=self._store,
-            slot_map=slot_map,
             load=self._load,
             traffic=self._traffic,
             dispatcher=DispatcherChooser(
                 groups,
-                slots_per_rank=slot_map.slots_per_rank,
+                slots_per_rank=self._store.slot_map.slots_per_rank,
                 shape=shape,
                 ops=self._ops,
                 dispatcher=parallel.dispatcher,
@@ -148,6 +146,11 @@ class Assembly:
         with self._status.phase("KV cache"):
             kv_cache = KVCache.allocate(plan.spec, num_blocks, cache.block_size, self._dtype)
             keep_freed_memory()
+        experts = self._config.experts
+        manager = make_manager(experts, self._store) if self._worker.rank == 0 else None
+        controller = make_controller(
+            groups, experts, self._store, self._load, self._traffic, manager
+        )
         scheduler = Scheduler(
             self._config.scheduler,
             block_pool=BlockPool(
@@ -158,16 +161,18 @@ class Assembly:
             vocab_size=plan.spec.vocab_size,
             seed=self._config.model.seed,
         )
-        runner = ModelRunner(model, self._store, kv_cache)
+        runner = ModelRunner(model, self._store, self._load, kv_cache)
         observer = Observer(
             channel=channel,
             info=self._info(num_blocks),
             stats=views.stats(self._worker.rank, scheduler, self._traffic),
             views={
-                "placement": views.placement(plan.placement),
+                "placement": views.placement(self._store),
                 "load": views.load(self._load),
                 "check": views.check(scheduler, runner),
+                **({} if manager is None else {"history": placement_control.history(manager)}),
             },
+            commands={} if manager is None else placement_control.commands(manager),
         )
         loop = EngineLoop(
             channel=channel,
@@ -176,6 +181,7 @@ class Assembly:
             batches=BatchBuilder(cache.block_size),
             runner=runner,
             sampler=Sampler(),
+            controller=controller,
             observer=observer,
         )
         return Rank(loop, self._facts(num_blocks))

@@ -21,18 +21,22 @@ class BatchBuilder:
         """The plan as tensors; an empty plan gives tensors of length 0."""
         positions: list[int] = []
         slots: list[int] = []
+        is_decode: list[bool] = []
         logits_indices: list[int] = []
         size = self._block_size
         for scheduled in plan.requests:
             blocks = scheduled.block_ids
             logits_indices += [len(positions) + offset for offset in scheduled.logits_offsets]
+            num_prompt_tokens = scheduled.request.num_prompt_tokens
             for position in range(scheduled.start, scheduled.seq_len):
                 positions.append(position)
+                is_decode.append(position >= num_prompt_tokens)
                 slots.append(blocks[position // size] * size + position % size)
         token_ids = list(itertools.chain.from_iterable(r.token_ids for r in plan.requests))
         return Batch(
             input_ids=torch.tensor(token_ids, dtype=torch.int64),
             positions=torch.tensor(positions, dtype=torch.int64),
+            is_decode=torch.tensor(is_decode, dtype=torch.bool),
             slot_mapping=torch.tensor(slots, dtype=torch.int64),
             block_table=self._block_table(plan),
             query_lens=tuple(r.num_tokens for r in plan.requests),

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moeserve import messages
+from moeserve.control.controller import Controller
 from moeserve.engine.batches import BatchBuilder
 from moeserve.engine.channel import Channel, Mail
 from moeserve.engine.observer import Observer
@@ -34,6 +35,7 @@ class EngineLoop:
         batches: BatchBuilder,
         runner: ModelRunner,
         sampler: Sampler,
+        controller: Controller,
         observer: Observer,
     ) -> None:
         self._channel = channel
@@ -42,6 +44,7 @@ class EngineLoop:
         self._batches = batches
         self._runner = runner
         self._sampler = sampler
+        self._controller = controller
         self._observer = observer
         self._step = 0
         self._stopping = False
@@ -56,12 +59,17 @@ class EngineLoop:
         for mail in self._channel.drain():
             self._handle(mail)
         plan = self._scheduler.schedule()  # who gets how many tokens, in which KV blocks
+        self._controller.prepare()
         sizes = self._agreement.exchange(
-            plan.num_tokens, has_work=self._scheduler.has_unfinished, stop=self._stopping
+            plan.num_tokens,
+            has_work=self._has_work,
+            stop=self._stopping,
+            offer=self._controller.offer(),
         )  # every rank answers, idle ones with 0
         self._step += 1
         if sizes.stop:
             return False
+        self._controller.follow(sizes)  # finished moves take effect, orders are heard
         if not sizes.has_work:
             self._idle()
             return True
@@ -71,6 +79,7 @@ class EngineLoop:
             logits = self._runner.forward(batch)  # dispatch and combine happen inside
             sampled = self._sampler.sample(logits, plan.sampling)
             outputs += self._scheduler.update(plan, sampled)
+        self._controller.tick()  # experts on their way move on by a few bytes
         self._observer.publish(self._step, outputs)
         return True
 
@@ -80,15 +89,20 @@ class EngineLoop:
         self._scheduler.check()
         self._observer.publish(self._step, self._scheduler.take_refused(), to_all=True)
         while True:
-            mail = self._channel.wait()
+            mail = self._channel.wait(self._controller.poll_s)
             for item in mail:
                 self._handle(item)
-            if self._scheduler.has_unfinished or self._stopping:
+            self._controller.prepare()
+            if self._has_work or self._stopping:
                 self._channel.wake_peers(self._step)
                 return
             self._observer.publish(self._step, self._scheduler.take_refused())
             if self._woken(mail):
                 return
+
+    @property
+    def _has_work(self) -> bool:
+        return self._scheduler.has_unfinished or self._controller.has_work
 
     def _woken(self, mail: Sequence[Mail]) -> bool:
         """Whether a peer enters the step that this rank enters next (older news is stale)."""
@@ -105,5 +119,5 @@ class EngineLoop:
                 self._stopping = True
             case messages.Wake():
                 pass  # see _woken; a rank that is not idle enters the step anyway
-            case messages.Hello() | messages.Query() as question:
+            case messages.Hello() | messages.Query() | messages.Command() as question:
                 self._observer.answer(mail.source, question)

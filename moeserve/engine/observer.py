@@ -26,6 +26,8 @@ class Observer:
         info: the answer to ``Hello``.
         stats: gives the rank's state at a step.
         views: what ``Query`` may ask for: name -> something that msgspec writes as JSON.
+        commands: what ``Command`` may want: name -> what is done with its JSON, and the answer; a
+            ValueError becomes an answer for the user.
     """
 
     def __init__(
@@ -35,11 +37,13 @@ class Observer:
         info: messages.RankInfo,
         stats: Callable[[int], messages.RankStats],
         views: Mapping[str, Callable[[], object]],
+        commands: Mapping[str, Callable[[bytes], object]],
     ) -> None:
         self._channel = channel
         self._info = info
         self._stats = stats
         self._views = views
+        self._commands = commands
         self._listeners: dict[bytes, None] = {}
         self._last_stats = 0.0
 
@@ -60,12 +64,32 @@ class Observer:
         for source, batch in by_source.items():
             self._channel.send(source, messages.StepOutputs(batch, stats))
 
-    def answer(self, source: bytes, question: messages.Hello | messages.Query) -> None:
+    def answer(
+        self, source: bytes, question: messages.Hello | messages.Query | messages.Command
+    ) -> None:
         """Answers a listener. A hello of another protocol version is answered, not listed."""
-        if isinstance(question, messages.Query):
-            body = msgspec.json.encode(self._views[question.what]())
-            self._channel.send(source, messages.Answer(question.query_id, self._info.rank, body))
-            return
+        match question:
+            case messages.Query(query_id, what):
+                self._reply(source, query_id, lambda: self._views[what]())
+            case messages.Command(query_id, what, body):
+                self._reply(source, query_id, lambda: self._commands[what](body))
+            case messages.Hello():
+                self._greet(source, question)
+
+    def _reply(self, source: bytes, query_id: int, make: Callable[[], object]) -> None:
+        body, problem = b"null", None
+        try:
+            body = msgspec.json.encode(make())
+        except KeyError:
+            problem = "this rank does not answer that"
+        except (
+            ValueError,
+            msgspec.MsgspecError,
+        ) as error:  # of a command: what it was told is wrong
+            problem = str(error)
+        self._channel.send(source, messages.Answer(query_id, self._info.rank, body, problem))
+
+    def _greet(self, source: bytes, question: messages.Hello) -> None:
         self._channel.send(source, self._info)
         if question.protocol == self._info.protocol:
             self._listeners[source] = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from moeserve.experts.load import LoadCounter
 from moeserve.experts.store import ExpertStore
 from moeserve.model.batch import Batch
 from moeserve.model.decoder import Decoder
@@ -13,9 +14,12 @@ from moeserve.model.kv_cache import KVCache
 class ModelRunner:
     """The model of this rank, its expert weights and its KV cache."""
 
-    def __init__(self, model: Decoder, store: ExpertStore, kv_cache: KVCache) -> None:
+    def __init__(
+        self, model: Decoder, store: ExpertStore, load: LoadCounter, kv_cache: KVCache
+    ) -> None:
         self._model = model
         self._store = store
+        self._load = load
         self._kv_cache = kv_cache
 
     @torch.inference_mode()
@@ -25,6 +29,7 @@ class ModelRunner:
         Writes the K and V of the batch's tokens into the cache; running the same batch again
         writes the same values, so a step can be repeated.
         """
+        self._load.begin_step(batch.is_decode)
         return self._model.forward(batch, self._kv_cache)
 
     def check(self) -> None:

@@ -52,7 +52,9 @@ def make_setup(serve_config: config.ServeConfig) -> Setup:
         spec=spec,
         folder=folder,
         dtype=_dtype(serve_config.model.dtype, spec),
-        placement=_placement(serve_config, spec),
+        placement=with_spare_slots(
+            _placement(serve_config, spec), serve_config.experts.num_redundant_experts
+        ),
         max_model_len=asked or limit,
         eos_token_ids=_eos_token_ids(folder, spec),
     )
@@ -78,6 +80,25 @@ def _placement(serve_config: config.ServeConfig, spec: ModelSpec) -> Placement:
     if missing:
         logger.warning("placement %s lacks layers %s: they are placed linearly", name, missing)
     return placement
+
+
+def with_spare_slots(placement: Placement, num_spare: int) -> Placement:
+    """The placement with ``num_spare`` more free slots in each layer, spread over the ranks.
+
+    Where they do not divide, ranks that have fewer slots get one more, the first ones on a tie.
+    """
+    if not num_spare:
+        return placement
+    layers = {}
+    for layer, ranks in placement.layers.items():
+        sizes = [len(slots) for slots in ranks]
+        for _ in range(num_spare):
+            sizes[sizes.index(min(sizes))] += 1
+        layers[layer] = tuple(
+            (*slots, *([None] * (size - len(slots))))
+            for slots, size in zip(ranks, sizes, strict=True)
+        )
+    return Placement(num_experts=placement.num_experts, layers=layers)
 
 
 class _GenerationConfig(msgspec.Struct):

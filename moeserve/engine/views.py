@@ -8,8 +8,8 @@ from moeserve import messages
 from moeserve.engine.runner import ModelRunner
 from moeserve.engine.scheduler import Scheduler
 from moeserve.experts.load import LoadCounter
+from moeserve.experts.store import ExpertStore
 from moeserve.experts.traffic import Traffic
-from moeserve_placement import Placement
 
 
 def stats(rank: int, scheduler: Scheduler, traffic: Traffic) -> Callable[[int], messages.RankStats]:
@@ -35,13 +35,12 @@ def stats(rank: int, scheduler: Scheduler, traffic: Traffic) -> Callable[[int], 
     return view
 
 
-def placement(current: Placement) -> Callable[[], object]:
-    """Which expert is in which slot: by layer, by rank, the experts of its slots."""
-    body = {
-        "num_experts": current.num_experts,
-        "layers": {str(layer): ranks for layer, ranks in current.layers.items()},
+def placement(store: ExpertStore) -> Callable[[], object]:
+    """Which expert is in which slot now: by layer, by rank, the experts of its slots."""
+    return lambda: {
+        "num_experts": store.slot_map.num_experts,
+        "layers": {str(layer): ranks for layer, ranks in store.slot_map.layers.items()},
     }
-    return lambda: body
 
 
 def load(counter: LoadCounter) -> Callable[[], object]:

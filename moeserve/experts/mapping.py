@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from moeserve_placement import Placement
+from moeserve_placement.placement import Slots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,9 +32,40 @@ class SlotMap:
         if not 0 <= rank < placement.num_ranks:
             raise ValueError(f"rank = {rank}: the placement is for {placement.num_ranks} ranks")
         self.rank = rank
+        self.num_experts = placement.num_experts
         self.slots_per_rank = placement.max_slots
         self.rank_offsets = tuple(r * self.slots_per_rank for r in range(placement.num_ranks))
-        self._tables = {layer: self._table(placement, layer) for layer in placement.layers}
+        self.layers: Mapping[int, tuple[Slots, ...]] = dict(placement.layers)
+        """Model layer index -> per rank -> per slot -> expert or None."""
+        self._tables = {layer: self._table(layer) for layer in self.layers}
+
+    def changed(self, layer: int, ranks: tuple[Slots, ...]) -> SlotMap:
+        """The same map with other experts in one layer's slots; slot counts stay.
+
+        Raises:
+            ValueError: a rank has another number of slots than before, or an expert has no copy.
+        """
+        before = [len(slots) for slots in self.layers[layer]]
+        if [len(slots) for slots in ranks] != before:
+            raise ValueError(f"layer {layer}: has {before} slots by rank, that can not change")
+        result = copy.copy(self)
+        result.layers = {**self.layers, layer: ranks}
+        result._tables = {**self._tables, layer: result._table(layer)}
+        return result
+
+    @property
+    def placement(self) -> Placement:
+        """What is where, as the placement library has it."""
+        return Placement(num_experts=self.num_experts, layers=self.layers)
+
+    def copies(self, layer: int) -> list[list[tuple[int, int]]]:
+        """By expert: the (rank, slot) of each of its copies, in rank order."""
+        found: list[list[tuple[int, int]]] = [[] for _ in range(self.num_experts)]
+        for rank, slots in enumerate(self.layers[layer]):
+            for slot, expert in enumerate(slots):
+                if expert is not None:
+                    found[expert].append((rank, slot))
+        return found
 
     def select(self, layer: int, topk_ids: torch.Tensor) -> torch.Tensor:
         """Physical ids, int64 [T, k], of the copies that the pairs in ``topk_ids`` [T, k] go to.
@@ -51,9 +85,11 @@ class SlotMap:
         """The rank of each physical id, same shape."""
         return physical_ids // self.slots_per_rank
 
-    def _table(self, placement: Placement, layer: int) -> _LayerTable:
+    def _table(self, layer: int) -> _LayerTable:
         candidates = []
-        for places in placement.copies(layer):
+        for expert, places in enumerate(self.copies(layer)):
+            if not places:
+                raise ValueError(f"layer {layer}: no rank holds expert {expert}")
             at_home = [place for place in places if place[0] == self.rank]
             candidates.append([self.rank_offsets[r] + slot for r, slot in at_home or places])
         most = max(map(len, candidates))

@@ -69,6 +69,31 @@ class RankClient:
         answers = self._collect(messages.Answer)
         return [msgspec.json.decode(answers[r].body) for r in range(len(self._sockets))]
 
+    def command(self, what: str, body: object) -> Any:
+        """Rank 0's answer to a command; ``body`` is written as JSON. Only as ``query``.
+
+        Raises:
+            ValueError: rank 0 will not do that; the text says why.
+        """
+        message = messages.Command(next(self._query_ids), what, msgspec.json.encode(body))
+        self.send(0, message)
+        return self._ask_rank_0(message.query_id)
+
+    def history(self) -> Any:
+        """Rank 0's placement decisions, see ``Query``."""
+        message = messages.Query(next(self._query_ids), "history")
+        self.send(0, message)
+        return self._ask_rank_0(message.query_id)
+
+    def _ask_rank_0(self, query_id: int) -> Any:
+        while received := self.receive(ANSWER_TIMEOUT_S):
+            for _, message in received:
+                if isinstance(message, messages.Answer) and message.query_id == query_id:
+                    if message.error is not None:
+                        raise ValueError(message.error)
+                    return msgspec.json.decode(message.body)
+        raise RuntimeError(f"rank 0: no answer within {ANSWER_TIMEOUT_S:g} s")
+
     def _collect(self, kind: type[M]) -> dict[int, M]:
         found: dict[int, M] = {}
         while len(found) < len(self._sockets):

@@ -22,6 +22,9 @@ class StepSizes:
     num_tokens: tuple[int, ...]  # by rank
     has_work: bool  # some rank has an unfinished request
     stop: bool  # some rank asks all to leave after this agreement
+    moves_ready: int = 0  # groups of the order in progress that every rank has
+    move_failed: bool = False  # some rank can not go on with the order in progress
+    news_bytes: int = 0  # size of what rank 0 has to say to all
 
     @property
     def total(self) -> int:

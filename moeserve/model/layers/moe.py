@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from moeserve.experts.load import LoadCounter
-from moeserve.experts.mapping import SlotMap
 from moeserve.experts.store import ExpertStore
 from moeserve.experts.traffic import Traffic
 from moeserve.model.layers.mlp import SharedExpert
@@ -27,7 +27,6 @@ class ExpertRuntime:
     """
 
     store: ExpertStore
-    slot_map: SlotMap
     load: LoadCounter
     traffic: Traffic
     dispatcher: Callable[[StepSizes], TokenDispatcher]
@@ -56,11 +55,14 @@ class MoeLayer:
         runtime = self._runtime
         topk_weights, topk_ids = self._router(hidden_states)
         runtime.load.count(self._layer, topk_ids)
-        physical_ids = runtime.slot_map.select(self._layer, topk_ids)
+        physical_ids = runtime.store.slot_map.select(self._layer, topk_ids)
         dispatcher = runtime.dispatcher(sizes)
         sent = dispatcher.dispatch(hidden_states, physical_ids, topk_weights, sizes)
-        runtime.traffic.count(dispatcher.name, sent.slots)
-        output = dispatcher.combine(self._compute(sent), sent.handle)
+        start = time.perf_counter()
+        computed = self._compute(sent)
+        seconds = time.perf_counter() - start
+        runtime.traffic.count(self._layer, dispatcher.name, sent.slots, seconds)
+        output = dispatcher.combine(computed, sent.handle)
         if self._shared_expert is not None:
             output = output + self._shared_expert(hidden_states)
         return output

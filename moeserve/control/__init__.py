@@ -1,0 +1,1 @@
+"""Deciding while serving: which experts move where, when, and why."""

@@ -203,14 +203,27 @@ class Assembly:
         plan, cache = self._plan, self._config.cache
         num_tokens = num_blocks * cache.block_size
         num_bytes = num_blocks * bytes_per_block(plan.spec, cache.block_size, self._dtype)
-        num_slots = sum(self._store.num_slots(layer) for layer in self._store.layers)
         return {
-            "experts": f"{num_slots} slots in {len(self._store.layers)} layers, "
-            f"{self._store.num_bytes / 2**20:.0f} MiB",
+            "experts": self._expert_facts(),
             "KV cache": f"{num_bytes / 2**20:.0f} MiB buys {num_tokens} tokens "
             f"({num_tokens / plan.max_model_len:.1f} requests of {plan.max_model_len})",
             "compute": f"{torch.get_num_threads()} threads, {plan.dtype}, {self._ops.description}",
         }
+
+    def _expert_facts(self) -> str:
+        """Slots and their bytes, and what the spare ones cost in KV cache."""
+        store, plan = self._store, self._plan
+        held = [expert for layer in store.layers for expert in store.logical(layer)]
+        text = f"{len(held)} slots in {len(store.layers)} layers, {store.num_bytes / 2**20:.0f} MiB"
+        num_spare = held.count(None)
+        if num_spare:
+            spare_bytes = num_spare * store.expert_bytes
+            token_bytes = bytes_per_block(plan.spec, 1, self._dtype)
+            text += (
+                f"; {num_spare} spare: {spare_bytes / 2**20:.0f} MiB, the KV cache of "
+                f"{spare_bytes // token_bytes} tokens"
+            )
+        return text
 
 
 def meet(spec: WorkerSpec, store: Store | None) -> ParallelGroups:

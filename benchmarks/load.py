@@ -92,11 +92,18 @@ async def run_cell(
 ) -> Run:
     """One repetition. All request bodies are made before the clock starts."""
     bodies = [request_body(target, cell, f"{seed}/{i}") for i in range(cell.num_prompts)]
+    return await run_bodies(target, bodies, cell.concurrency, server)
+
+
+async def run_bodies(
+    target: Target, bodies: list[bytes], concurrency: int, server: psutil.Process | None = None
+) -> Run:
+    """Sends all bodies, so many at a time, and empties the list, from its end."""
     replies: list[Reply | str] = []
     busy_before, server_before = report.busy_core_seconds(), _cpu_seconds(server)
     client_before, start = time.process_time(), time.perf_counter()
     await asyncio.gather(
-        *[_worker(target, bodies, replies) for _ in range(min(cell.concurrency, len(bodies)))]
+        *[_worker(target, bodies, replies) for _ in range(min(concurrency, len(bodies)))]
     )
     wall_s = time.perf_counter() - start
     client_s = time.process_time() - client_before

@@ -39,6 +39,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2,
         "moe_intermediate_size": 32, "intermediate_size": 128,
     },
+    # For bench_skew: most of a step is experts, and those are bound by arithmetic, not by reading.
+    "skew-qwen3moe": {
+        "vocab_size": 1024, "hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "num_experts": 16, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512, "intermediate_size": 512,
+    },
     "mid-qwen3moe": {
         "vocab_size": 32000, "hidden_size": 1024, "num_hidden_layers": 12,
         "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "num_experts": 64,

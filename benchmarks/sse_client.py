@@ -174,14 +174,15 @@ def decode_stream(reply: Reply) -> Timing:
 
     A chunk is an event that carries text or, as many servers do for a token whose bytes are no
     whole character, an empty text before the finish reason. The token counts are the server's
-    usage where it sends one; without, the chunks are counted.
+    usage where it sends one; without, the chunks are counted. Gaps are those between successive
+    chunks of the same choice, where a request asked for several.
 
     Raises:
         ClientError: an HTTP error, an error event, or a stream without a token.
     """
     if reply.status != 200:
         raise ClientError(f"HTTP {reply.status}: {reply.body[:300].decode(errors='replace')}")
-    chunk_times: list[float] = []
+    times: dict[int, list[float]] = {}  # by choice
     usage: dict[str, Any] = {}
     last = reply.sent
     for when, event in _events(reply):
@@ -190,18 +191,21 @@ def decode_stream(reply: Reply) -> Timing:
         usage = event.get("usage") or usage
         if event.get("choices"):
             last = when
-            if _carries_token(event["choices"][0]):
-                chunk_times.append(when)
-    chunk_times = chunk_times or ([last] if last > reply.sent else [])
-    if not chunk_times:
+            choice = event["choices"][0]
+            if _carries_token(choice):
+                times.setdefault(choice.get("index", 0), []).append(when)
+    if not times and last > reply.sent:
+        times[0] = [last]
+    if not times:
         raise ClientError("the stream ended without a token")
+    num_chunks = sum(map(len, times.values()))
     return Timing(
-        ttft_s=chunk_times[0] - reply.sent,
-        itl_s=tuple(b - a for a, b in itertools.pairwise(chunk_times)),
+        ttft_s=min(first for first, *_ in times.values()) - reply.sent,
+        itl_s=tuple(b - a for chunks in times.values() for a, b in itertools.pairwise(chunks)),
         e2e_s=last - reply.sent,
         prompt_tokens=usage.get("prompt_tokens", 0),
-        output_tokens=usage.get("completion_tokens", len(chunk_times)),
-        num_chunks=len(chunk_times),
+        output_tokens=usage.get("completion_tokens", num_chunks),
+        num_chunks=num_chunks,
     )
 
 

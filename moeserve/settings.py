@@ -106,6 +106,10 @@ class ExpertConfig:
         alias=("--eplb-config.minute_bytes",),
     )  # fmt: skip
     rebalance_dry_run: bool = setting(False, "Plan and log, but move nothing.")
+    force_routing: str | None = setting(
+        None, "Benchmarks only, answers become nonsense: experts are chosen by a made-up load, "
+        "such as balanced, zipf:1.2, hot-expert, hot-rank, spread-hot or rotating:256.",
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -16,6 +17,7 @@ LAYERS = (1, 4)
 HIDDEN, INTERMEDIATE = 6, 5
 
 
+@cache
 def weights(layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
     """w13 [2I, H] and w2 [H, I] of one expert, different for each."""
     generator = torch.Generator().manual_seed(1000 * layer + expert)
@@ -78,10 +80,8 @@ class LocalRanks:
             if expert is not None
         }
         self.expert_bytes = self.stores[0].expert_bytes
-        self._sent: dict[int, tuple[torch.Tensor, list[int], list[int]]] = {}
         self.movers = [
-            ExpertMover(store, self._exchange_of(rank), self.num_ranks, self.digests)
-            for rank, store in enumerate(self.stores)
+            ExpertMover(store, _no_exchange, self.num_ranks, self.digests) for store in self.stores
         ]
 
     def _store(self, rank: int) -> ExpertStore:
@@ -104,7 +104,7 @@ class LocalRanks:
         return random_layers(rng, self.num_ranks, sizes, self.placement.num_experts)
 
     def carry_out(
-        self, order: Order, budget: int, after_step: Callable[[], None] | None = None
+        self, order: Order, budget: int, after_flip: Callable[[], None] | None = None
     ) -> list[str]:
         """Steps until the order is over; returns what stopped it, if anything did."""
         for mover in self.movers:
@@ -117,45 +117,24 @@ class LocalRanks:
             self.num_flips += ready if not reasons else 0
             if reasons:
                 return reasons
-            if after_step is not None:
-                after_step()
+            if after_flip is not None and ready:
+                after_flip()
             self._advance(budget)
         return []
 
     def _advance(self, budget: int) -> None:
-        """All ranks' ``advance``: they meet in the exchange, so each runs in a thread."""
-        import threading
-
-        self._barrier = threading.Barrier(self.num_ranks, timeout=20)
-        self._posted: dict[int, list[torch.Tensor]] = {}
-        moved: dict[int, int] = {}
-        threads = [
-            threading.Thread(
-                target=lambda r=rank: moved.update({r: self.movers[r].advance(budget)})
-            )
-            for rank in range(self.num_ranks)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(set(moved.values())) == 1 and len(moved) == self.num_ranks
-
-    def _exchange_of(
-        self, rank: int
-    ) -> Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]:
-        def exchange(rows: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-            self._posted[rank] = list(torch.split(rows, send))
-            self._barrier.wait()
-            parts = [self._posted[source][rank] for source in range(self.num_ranks)]
-            assert [len(part) for part in parts] == receive
-            arrived = torch.cat(parts).clone()
+        """All ranks' ``advance``, with the exchange between them done by hand."""
+        parcels = [mover.pack(budget) for mover in self.movers]
+        assert len({parcel.num_bytes for parcel in parcels}) == 1
+        sent = [torch.split(parcel.rows, parcel.send) for parcel in parcels]
+        for rank, (mover, parcel) in enumerate(zip(self.movers, parcels, strict=True)):
+            parts = [sent[source][rank] for source in range(self.num_ranks)]
+            assert [len(part) for part in parts] == parcel.receive
+            arrived = torch.cat(parts)
             if self.corrupt_next and len(arrived):
                 arrived[0] ^= 1
                 self.corrupt_next = False
-            return arrived
-
-        return exchange
+            mover.unpack(parcel, arrived)
 
     def check(self) -> None:
         """Every rank's slots hold what the map says, bit for bit, and all maps agree."""
@@ -170,3 +149,7 @@ class LocalRanks:
                         w13, w2 = weights(layer, expert)
                         assert torch.equal(store.w13(layer)[slot], w13)
                         assert torch.equal(store.w2(layer)[slot], w2)
+
+
+def _no_exchange(rows: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+    raise AssertionError("ranks are stepped by hand here")

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from moeserve import config
+from moeserve.cli.bench import bench
 from moeserve.cli.options import SectionedCommand, load, setting_options
 
 _CONFIG_FILE = click.option(
@@ -50,6 +51,9 @@ class PlacementGroup(click.Group):
 @click.version_option(version("moeserve"), prog_name="moeserve")
 def main() -> None:
     """Serves mixture-of-experts language models. MODEL is a folder, or 'embedded' (the default)."""
+
+
+main.add_command(bench)
 
 
 @main.command(cls=SectionedCommand)

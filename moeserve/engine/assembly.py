@@ -7,6 +7,7 @@ last, when it is known what memory is left.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -33,6 +34,7 @@ from moeserve.experts.traffic import Traffic
 from moeserve.model.decoder import Decoder
 from moeserve.model.decoder_weights import DecoderWeights, read_weights
 from moeserve.model.kv_cache import KVCache, bytes_per_block
+from moeserve.model.layers.forced_router import ForcedRouting, make_routing
 from moeserve.model.layers.moe import ExpertRuntime
 from moeserve.model.loader import load_experts, open_weights
 from moeserve.parallel.agreement import Agreement
@@ -42,10 +44,14 @@ from moeserve.status import StatusPipe
 from moeserve_kernels import get_ops
 from moeserve_kernels.cpu_memory import keep_freed_memory
 
+logger = logging.getLogger(__name__)
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # Ranks wait for each other this long before they meet: one may be reading a slow disk.
 LOADING_TIMEOUT = timedelta(minutes=30)
+
+_FORCED = "FORCED to {}; for benchmarks only, answers are nonsense (--force-routing)"
 
 # Share of the free memory that the KV cache may take when nobody says how much.
 KV_MEMORY_SHARE = 0.5
@@ -79,6 +85,20 @@ class Assembly:
         self._traffic = Traffic(plan.spec.moe_layers)
         self._load = LoadCounter(plan.spec.moe_layers, plan.spec.num_experts)
         self._ops = get_ops("invariant" if self._config.parallel.batch_invariant else "cpu")
+        workload = self._config.experts.force_routing
+        self._forced = None if workload is None else self._routing(workload)
+
+    def _routing(self, workload: str) -> ForcedRouting:
+        spec = self._plan.spec
+        if self._worker.rank == 0:
+            logger.warning("routing is %s", _FORCED.format(workload))
+        return make_routing(
+            workload,
+            layers=spec.moe_layers,
+            num_experts=spec.num_experts,
+            top_k=spec.top_k,
+            num_ranks=self._config.parallel.ep,
+        )
 
     def load_weights(self) -> DecoderWeights:
         """Fills this rank's expert slots and returns all other weights.
@@ -114,6 +134,7 @@ class Assembly:
                 dispatcher=parallel.dispatcher,
             ),
             pairs_travel_home=parallel.batch_invariant,
+            forced=self._forced,
         )
         return Decoder(plan.spec, weights, self._ops, runtime, max_model_len=plan.max_model_len)
 
@@ -168,7 +189,7 @@ class Assembly:
             stats=views.stats(self._worker.rank, scheduler, self._traffic),
             views={
                 "placement": views.placement(self._store),
-                "load": views.load(self._load),
+                "load": views.load(self._load, self._traffic),
                 "check": views.check(scheduler, runner),
                 **({} if manager is None else {"history": placement_control.history(manager)}),
             },

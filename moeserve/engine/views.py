@@ -43,10 +43,17 @@ def placement(store: ExpertStore) -> Callable[[], object]:
     }
 
 
-def load(counter: LoadCounter) -> Callable[[], object]:
-    """Tokens that this rank's requests sent to each logical expert, by layer."""
+def load(counter: LoadCounter, traffic: Traffic) -> Callable[[], object]:
+    """Tokens that this rank's requests sent to each logical expert, by layer; what it computed.
+
+    ``pairs``: (token, expert) pairs that this rank's experts computed, by layer; ``compute_s``:
+    seconds that took; ``steps``: forward passes, the same number on all ranks.
+    """
     return lambda: {
-        "layers": dict(zip(map(str, counter.layers), counter.snapshot().tolist(), strict=True))
+        "layers": dict(zip(map(str, counter.layers), counter.snapshot().tolist(), strict=True)),
+        "pairs": traffic.pairs.tolist(),
+        "compute_s": traffic.compute_s,
+        "steps": traffic.dispatches.total() // len(counter.layers),
     }
 
 

@@ -14,10 +14,15 @@ from moeserve_placement.placement import Slots
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LayerTable:
-    """Candidates of each expert: physical ids int64 [E, C] (padded), and how many, int64 [E]."""
+    """Candidates of each expert: physical ids int64 [E, C] (padded), and how many, int64 [E].
+
+    copies: all of them, int64 [E, C], -1 where there are fewer; a candidate is a copy that this
+    rank uses by itself.
+    """
 
     candidates: torch.Tensor
     num_candidates: torch.Tensor
+    copies: torch.Tensor
 
 
 class SlotMap:
@@ -81,20 +86,32 @@ class SlotMap:
         choice = (tokens + topk_ids) % table.num_candidates[topk_ids]
         return table.candidates[topk_ids, choice]
 
+    def has_copies(self, layer: int) -> bool:
+        """Whether an expert of the layer has more than one copy."""
+        return self._tables[layer].copies.shape[1] > 1
+
+    def all_copies(self, layer: int) -> torch.Tensor:
+        """Physical ids of every copy of every expert, int64 [E, C], -1 where there are fewer."""
+        return self._tables[layer].copies
+
     def owner(self, physical_ids: torch.Tensor) -> torch.Tensor:
         """The rank of each physical id, same shape."""
         return physical_ids // self.slots_per_rank
 
     def _table(self, layer: int) -> _LayerTable:
-        candidates = []
+        candidates, copies = [], []
         for expert, places in enumerate(self.copies(layer)):
             if not places:
                 raise ValueError(f"layer {layer}: no rank holds expert {expert}")
             at_home = [place for place in places if place[0] == self.rank]
             candidates.append([self.rank_offsets[r] + slot for r, slot in at_home or places])
-        most = max(map(len, candidates))
+            copies.append([self.rank_offsets[r] + slot for r, slot in places])
+        most, most_copies = max(map(len, candidates)), max(map(len, copies))
         padded = [ids + ids[:1] * (most - len(ids)) for ids in candidates]
         return _LayerTable(
             candidates=torch.tensor(padded, dtype=torch.int64),
             num_candidates=torch.tensor([len(ids) for ids in candidates], dtype=torch.int64),
+            copies=torch.tensor(
+                [ids + [-1] * (most_copies - len(ids)) for ids in copies], dtype=torch.int64
+            ),
         )

@@ -25,12 +25,30 @@ MAX_STAGED = 8  # experts that may wait beside their slots, over all ranks
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """Bytes ``start`` to ``stop`` of one transfer."""
 
     transfer: Transfer
     start: int
     stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """What one rank sends and gets between two steps.
+
+    rows: uint8, for rank 0 first. send, receive: bytes to and from each rank. pieces: what comes,
+    in that order. num_bytes: bytes that travel between all ranks; 0: nobody sends anything.
+    """
+
+    rows: torch.Tensor
+    send: list[int]
+    receive: list[int]
+    pieces: list[Piece]
+    num_bytes: int
 
 
 @dataclass(slots=True)
@@ -133,31 +151,41 @@ class ExpertMover:
         All ranks must call it in the same step with the same budget; where there is nothing to
         send, none takes part in anything.
         """
+        parcel = self.pack(budget)
+        if parcel.num_bytes:
+            self.unpack(parcel, self._exchange(parcel.rows, parcel.send, parcel.receive))
+        return parcel.num_bytes
+
+    def pack(self, budget: int) -> Parcel:
+        """What this rank sends and gets next; the bytes count as travelled from now on."""
         pieces = list(self._next_pieces(budget))
-        if not pieces:
-            return 0
-        by_target = [[p for p in pieces if p.transfer.rank == r] for r in range(self._world_size)]
+        ranks = range(self._world_size)
+        by_target = [[p for p in pieces if p.transfer.rank == rank] for rank in ranks]
         mine = [[p for p in part if p.transfer.source_rank == self._rank] for part in by_target]
         rows = [
             self._store.read(p.transfer.layer, p.transfer.source_slot, p.start, p.stop)
             for part in mine
             for p in part
         ]
-        coming = sorted(by_target[self._rank], key=lambda piece: piece.transfer.source_rank)
-        receive = [
-            sum(p.stop - p.start for p in coming if p.transfer.source_rank == rank)
-            for rank in range(self._world_size)
+        by_source = [
+            [p for p in by_target[self._rank] if p.transfer.source_rank == rank] for rank in ranks
         ]
-        send = [sum(p.stop - p.start for p in part) for part in mine]
-        outgoing = torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8)
-        arrived = self._exchange(outgoing, send, receive)
-        self.counts.num_bytes_sent += sum(send)
-        sizes = [piece.stop - piece.start for piece in coming]
-        for piece, data in zip(coming, torch.split(arrived, sizes), strict=True):
-            self._receive(piece, data)
-        return sum(piece.stop - piece.start for piece in pieces)
+        return Parcel(
+            rows=torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8),
+            send=[sum(map(len, part)) for part in mine],
+            receive=[sum(map(len, part)) for part in by_source],
+            pieces=[piece for part in by_source for piece in part],
+            num_bytes=sum(map(len, pieces)),
+        )
 
-    def _next_pieces(self, budget: int) -> Iterator[_Piece]:
+    def unpack(self, parcel: Parcel, arrived: torch.Tensor) -> None:
+        """Takes the bytes that were to come with ``parcel``."""
+        self.counts.num_bytes_sent += sum(parcel.send)
+        data = torch.split(arrived, [len(piece) for piece in parcel.pieces])
+        for piece, part in zip(parcel.pieces, data, strict=True):
+            self._receive(piece, part)
+
+    def _next_pieces(self, budget: int) -> Iterator[Piece]:
         """The next bytes to travel, equal on all ranks; notes them as travelled."""
         size, staged = self._store.expert_bytes, 0
         written: set[tuple[int, int, int]] = set()
@@ -174,10 +202,10 @@ class ExpertMover:
                 group.sent[place] = stop
                 budget -= stop - start
                 staged += 1
-                yield _Piece(transfer, start, stop)
+                yield Piece(transfer, start, stop)
             written |= {(t.layer, t.rank, t.slot) for t in group.transfers}
 
-    def _receive(self, piece: _Piece, data: torch.Tensor) -> None:
+    def _receive(self, piece: Piece, data: torch.Tensor) -> None:
         group, place = self._find(piece.transfer)
         buffer = group.staged.get(place)
         if buffer is None:

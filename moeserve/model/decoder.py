@@ -11,7 +11,7 @@ from moeserve.model.layers.attention import Attention
 from moeserve.model.layers.mlp import Mlp, SharedExpert
 from moeserve.model.layers.moe import ExpertRuntime, MoeLayer
 from moeserve.model.layers.rotary import Rotary
-from moeserve.model.layers.router import SoftmaxRouter
+from moeserve.model.layers.router import Router, SoftmaxRouter
 from moeserve.model.spec import ModelSpec
 from moeserve_kernels import Ops
 
@@ -65,7 +65,7 @@ class _DecoderLayer:
         self._moe: MoeLayer | None = None
         self._mlp: Mlp | None = None
         if isinstance(weights.mlp, MoeWeights):
-            router = SoftmaxRouter(weights.mlp.router, spec.top_k, spec.renormalize, ops)
+            router = _router(spec, index, weights.mlp, ops, experts)
             shared = _shared_expert(weights.mlp, ops)
             self._moe = MoeLayer(index, router, shared, experts, ops)
         else:
@@ -85,6 +85,14 @@ class _DecoderLayer:
             return hidden_states + self._moe(normed, batch.sizes)
         assert self._mlp is not None
         return hidden_states + self._mlp(normed)
+
+
+def _router(
+    spec: ModelSpec, index: int, weights: MoeWeights, ops: Ops, experts: ExpertRuntime
+) -> Router:
+    if experts.forced is not None:
+        return experts.forced.router(index, experts.store.slot_map.rank)
+    return SoftmaxRouter(weights.router, spec.top_k, spec.renormalize, ops)
 
 
 def _shared_expert(weights: MoeWeights, ops: Ops) -> SharedExpert | None:

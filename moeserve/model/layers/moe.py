@@ -11,8 +11,9 @@ import torch
 from moeserve.experts.load import LoadCounter
 from moeserve.experts.store import ExpertStore
 from moeserve.experts.traffic import Traffic
+from moeserve.model.layers.forced_router import ForcedRouting
 from moeserve.model.layers.mlp import SharedExpert
-from moeserve.model.layers.router import SoftmaxRouter
+from moeserve.model.layers.router import Router
 from moeserve.parallel.dispatcher import Dispatched, StepSizes, TokenDispatcher
 from moeserve_kernels import Ops
 
@@ -23,7 +24,8 @@ class ExpertRuntime:
 
     dispatcher: the transport for a step, the same answer on every rank; pairs_travel_home: results
     are added up at home in the order of ``topk_ids`` instead of as partial sums, so that their
-    bits do not depend on where an expert is (batch-invariant mode).
+    bits do not depend on where an expert is (batch-invariant mode); forced: for benchmarks, what
+    stands in for the model's gates.
     """
 
     store: ExpertStore
@@ -31,6 +33,7 @@ class ExpertRuntime:
     traffic: Traffic
     dispatcher: Callable[[StepSizes], TokenDispatcher]
     pairs_travel_home: bool
+    forced: ForcedRouting | None = None
 
 
 class MoeLayer:
@@ -39,7 +42,7 @@ class MoeLayer:
     def __init__(
         self,
         layer: int,
-        router: SoftmaxRouter,
+        router: Router,
         shared_expert: SharedExpert | None,
         runtime: ExpertRuntime,
         ops: Ops,

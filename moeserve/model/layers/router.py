@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from moeserve_kernels import Ops
+
+
+class Router(Protocol):
+    """Chooses experts for a layer's tokens: the model's gate, or a benchmark's made-up load."""
+
+    def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, H] -> topk_weights float32 [T, k], topk_ids int64 [T, k] of logical experts."""
+        ...
 
 
 class SoftmaxRouter:

@@ -156,7 +156,7 @@ def parser() -> argparse.ArgumentParser:
     add("--poll", type=float, default=0.2, help="seconds between snapshots of the load")
     add("--tolerance", type=float, default=0.05, help="allowed distance from the asked load")
     add("--server-arg", action="append", default=[], help="one more argument of the server")
-    add("--server-log", type=Path, default=Path("bench_skew_server.log"))
+    add("--server-log", type=Path, default=Path("bench_server.log"))
     add("--json-out", type=Path, help="append the JSON lines to this file too")
     add("--report", type=Path, help="page with pictures to write, .html or .png")
     return result

@@ -90,15 +90,16 @@ class Assembly:
 
     def _routing(self, workload: str) -> ForcedRouting:
         spec = self._plan.spec
-        if self._worker.rank == 0:
-            logger.warning("routing is %s", _FORCED.format(workload))
-        return make_routing(
+        forced = make_routing(
             workload,
             layers=spec.moe_layers,
             num_experts=spec.num_experts,
             top_k=spec.top_k,
             num_ranks=self._config.parallel.ep,
         )
+        if self._worker.rank == 0:
+            logger.warning("routing is %s", _FORCED.format(workload))
+        return forced
 
     def load_weights(self) -> DecoderWeights:
         """Fills this rank's expert slots and returns all other weights.
@@ -224,7 +225,11 @@ class Assembly:
         plan, cache = self._plan, self._config.cache
         num_tokens = num_blocks * cache.block_size
         num_bytes = num_blocks * bytes_per_block(plan.spec, cache.block_size, self._dtype)
+        forced = {}
+        if self._forced is not None and self._worker.rank == 0:
+            forced["ROUTING"] = _FORCED.format(self._forced.workload)
         return {
+            **forced,
             "experts": self._expert_facts(),
             "KV cache": f"{num_bytes / 2**20:.0f} MiB buys {num_tokens} tokens "
             f"({num_tokens / plan.max_model_len:.1f} requests of {plan.max_model_len})",

@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from benchmarks import bench_skew, skew_cells, skew_measure, skew_workloads
 from benchmarks.load import Cell, Target
 from benchmarks.skew_measure import Sample, SkewError
 from benchmarks.skew_server import Watched
 from benchmarks.sse_client import Address, Reply, decode_stream
+from moeserve.cli.main import main as cli
 from moeserve.model.layers.forced_router import ForcedRouting, make_routing
 
 ADDRESS = Address.parse("http://127.0.0.1:1")
@@ -299,9 +301,30 @@ def test_a_server_that_does_not_do_as_told_fails_the_run(
     assert "asked for 0.500, measured 1.000" in capsys.readouterr().err
 
 
+def test_the_page_may_be_a_picture(
+    fake: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    use_fake(fake, monkeypatch)
+    page = tmp_path / "page.png"
+    few = ["--concurrency", "2", "--repetitions", "1", "--report", str(page)]
+    assert bench_skew.main([*ARGUMENTS, *few]) == 0
+    assert page.read_bytes().startswith(b"\x89PNG")
+
+
 def test_report_names_are_checked_before_any_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_skew.main(["--report", "page.pdf"]) == 1
     assert "must end in .html or .png" in capsys.readouterr().err
+
+
+def test_the_moeserve_command_passes_its_arguments_on() -> None:
+    result = CliRunner().invoke(cli, ["bench", "skew", "--quick", "--workloads", "warm"])
+    assert (result.exit_code, "must be among balanced" in result.output) == (1, True)
+
+
+def test_phases_that_are_alike_are_judged_together() -> None:
+    found = windows_of("burst:20", *[20] * 4)
+    assert list(skew_measure.measured(routing("burst:20"), found)) == [0, 3]
+    skew_measure.check(routing("burst:20"), found, tolerance=0.01, is_static=True)
 
 
 @pytest.mark.slow

@@ -105,6 +105,11 @@ class ExpertConfig:
         None, "Most bytes of experts that move in a minute; default: no limit.",
         alias=("--eplb-config.minute_bytes",),
     )  # fmt: skip
+    expert_split: str = setting(
+        "auto", "Who picks among copies of an expert: each rank, all ranks for each batch, or auto "
+        "(with --enable-eplb: the latter for batches where it pays).",
+        choices=("auto", "local", "batch"), alias=("--eplb-config.split",),
+    )  # fmt: skip
     rebalance_dry_run: bool = setting(False, "Plan and log, but move nothing.")
     force_routing: str | None = setting(
         None, "Benchmarks only, answers become nonsense: experts are chosen by a made-up load, "

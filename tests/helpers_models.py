@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from moeserve.experts.load import LoadCounter
+from moeserve.experts.split import CopyChooser
 from moeserve.experts.store import ExpertStore
 from moeserve.experts.traffic import Traffic
 from moeserve.model.batch import Batch
@@ -102,6 +103,7 @@ def make_rank(
     dispatcher = LocalDispatcher(ops)
     runtime = ExpertRuntime(
         store=store,
+        chooser=CopyChooser(store, lambda rows, counts: rows, 1),
         load=load,
         traffic=Traffic(spec.moe_layers),
         dispatcher=lambda sizes: dispatcher,

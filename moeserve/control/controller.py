@@ -14,6 +14,7 @@ from moeserve.control import news, report
 from moeserve.control.report import LoadReport
 from moeserve.experts.load import LoadCounter
 from moeserve.experts.mover import ExpertMover
+from moeserve.experts.split import CopyChooser
 from moeserve.experts.traffic import Traffic
 from moeserve.parallel.agreement import Offer
 from moeserve.parallel.dispatcher import StepSizes
@@ -56,6 +57,7 @@ class Controller:
         groups: the ranks.
         load, traffic: this rank's counters.
         mover: this rank's slots and the order in progress.
+        chooser: who picks a copy for each pair.
         step_bytes: how much may be moved between two steps, over all ranks.
         decider: on rank 0 who decides, or None where nobody does.
     """
@@ -67,6 +69,7 @@ class Controller:
         load: LoadCounter,
         traffic: Traffic,
         mover: ExpertMover,
+        chooser: CopyChooser,
         step_bytes: int,
         decider: Decider | None = None,
     ) -> None:
@@ -74,6 +77,7 @@ class Controller:
         self._load = load
         self._traffic = traffic
         self._mover = mover
+        self._chooser = chooser
         self._step_bytes = step_bytes
         self._decider = decider
         self._outgoing = b""
@@ -133,6 +137,8 @@ class Controller:
                 self._collect()
             case news.Begin(order):
                 self._mover.begin(order)
+            case news.SplitFrom(num_tokens):
+                self._chooser.split_from = num_tokens
             case news.Cancel():
                 self._mover.cancel()
                 if self._decider is not None:

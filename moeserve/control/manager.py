@@ -21,6 +21,7 @@ from moeserve.control.judge import CostModel, Window
 from moeserve.control.pins import Pin, without_pinned
 from moeserve.control.proposals import Ask, Proposal
 from moeserve.control.report import LoadReport
+from moeserve.control.splitting import split_from
 from moeserve.control.targets import moves_between
 from moeserve.experts.orders import Order, order_from_moves
 from moeserve.experts.store import ExpertStore
@@ -59,7 +60,9 @@ class Policy:
     is_active: whether it does at all. planner: its name. window_tokens: tokens of a window of load.
     interval_s: least seconds between two plans. min_balancedness: the load is good enough from
     here. minute_bytes: what may be moved in a minute, None: any. is_dry_run: plans, but moves
-    nothing. costs: what a plan must be worth.
+    nothing. split: who picks among copies: "local" each rank for itself, "batch" all ranks together
+    for each step, "auto" the latter for steps that are large enough. top_k: experts per token.
+    costs: what a plan must be worth.
     """
 
     is_active: bool
@@ -69,6 +72,8 @@ class Policy:
     min_balancedness: float
     minute_bytes: int | None
     is_dry_run: bool
+    split: str
+    top_k: int
     costs: CostModel
 
 
@@ -110,6 +115,9 @@ class Manager:
         self._reported_s = clock()
         self._planned_s = -float("inf")
         self._judged: Entry | None = None  # done, and waiting for the window that tells
+        self.split_from: int | None = 0 if policy.split == "batch" else None
+        """Tokens of a step from which all ranks split it together; None: never."""
+        self._split_said: int | None = None
         self._spent: deque[tuple[float, int]] = deque()  # bytes ordered in the last minute
 
     # What the controller asks and tells.
@@ -129,6 +137,9 @@ class Manager:
         if self._tokens >= self.policy.window_tokens:
             self._tokens = 0
             return news.CollectLoad()
+        if self.split_from != self._split_said:
+            self._split_said = self.split_from
+            return news.SplitFrom(self.split_from)
         if self._entry is not None:
             proposal = self._planner.poll()
             return None if proposal is None else self._take(self._entry, proposal)
@@ -161,6 +172,8 @@ class Manager:
             counts=window.by_expert, imbalance=window.imbalance, expert_share=min(share, 1.0)
         )
         self._planner.observe(window.by_expert)
+        if self.policy.split == "auto":
+            self._weigh_split(window)
         if self._judged is not None:
             self._judged.imbalance_measured = window.imbalance
             self._judged = None
@@ -249,6 +262,12 @@ class Manager:
     @property
     def _layers(self) -> Layers:
         return self._store.slot_map.layers
+
+    def _weigh_split(self, window: LoadReport) -> None:
+        """A new batch size for splitting, where it differs clearly from the one in force."""
+        new, old = split_from(window, self._store.slot_map, self.policy.top_k), self.split_from
+        if new is None or old is None or not old / 1.5 < new < 1.5 * old:
+            self.split_from = new
 
     def _check_free(self) -> None:
         if self._entry is not None or self._queue:

@@ -21,7 +21,13 @@ class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """All ranks drop what is left of the order in progress."""
 
 
-News = CollectLoad | Begin | Cancel
+class SplitFrom(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Steps of at least so many tokens are split over copies by all ranks together; None: none."""
+
+    num_tokens: int | None
+
+
+News = CollectLoad | Begin | Cancel | SplitFrom
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(News).decode

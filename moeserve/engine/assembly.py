@@ -29,6 +29,7 @@ from moeserve.engine.scheduler import Scheduler
 from moeserve.engine.setup import make_setup
 from moeserve.engine.spec import WorkerSpec
 from moeserve.experts.load import LoadCounter
+from moeserve.experts.split import CopyChooser
 from moeserve.experts.store import ExpertStore
 from moeserve.experts.traffic import Traffic
 from moeserve.model.decoder import Decoder
@@ -115,7 +116,9 @@ class Assembly:
         load_experts(source, slots, self._store.load)
         return read_weights(plan.spec, source)
 
-    def build_model(self, weights: DecoderWeights, groups: ParallelGroups) -> Decoder:
+    def build_model(
+        self, weights: DecoderWeights, groups: ParallelGroups, chooser: CopyChooser
+    ) -> Decoder:
         """The model over its weights and the ranks' transports."""
         plan, parallel = self._plan, self._config.parallel
         shape = TokenShape(
@@ -125,6 +128,7 @@ class Assembly:
         )
         runtime = ExpertRuntime(
             store=self._store,
+            chooser=chooser,
             load=self._load,
             traffic=self._traffic,
             dispatcher=DispatcherChooser(
@@ -161,7 +165,13 @@ class Assembly:
         most = self._config.scheduler.max_num_seqs * -(-plan.max_model_len // cache.block_size)
         return max(1, min(most, int(free) // size))
 
-    def build_rank(self, model: Decoder, groups: ParallelGroups, channel: Channel) -> Rank:
+    def copy_chooser(self, groups: ParallelGroups) -> CopyChooser:
+        """Who picks among the copies of an expert."""
+        return CopyChooser(self._store, groups.all_gather, groups.world_size)
+
+    def build_rank(
+        self, model: Decoder, groups: ParallelGroups, chooser: CopyChooser, channel: Channel
+    ) -> Rank:
         """The loop and its parts."""
         plan, cache = self._plan, self._config.cache
         num_blocks = self.num_blocks()
@@ -169,9 +179,11 @@ class Assembly:
             kv_cache = KVCache.allocate(plan.spec, num_blocks, cache.block_size, self._dtype)
             keep_freed_memory()
         experts = self._config.experts
-        manager = make_manager(experts, self._store) if self._worker.rank == 0 else None
+        manager = None
+        if self._worker.rank == 0:
+            manager = make_manager(experts, self._store, plan.spec.top_k)
         controller = make_controller(
-            groups, experts, self._store, self._load, self._traffic, manager
+            groups, experts, self._store, self._load, self._traffic, chooser, manager
         )
         scheduler = Scheduler(
             self._config.scheduler,
@@ -283,5 +295,6 @@ def assemble(
     with status.phase("meet the other ranks"):
         groups = meet(spec, store)
     with status.phase("build model"):
-        model = assembly.build_model(weights, groups)
-    return assembly.build_rank(model, groups, channel), groups
+        chooser = assembly.copy_chooser(groups)
+        model = assembly.build_model(weights, groups, chooser)
+    return assembly.build_rank(model, groups, chooser, channel), groups

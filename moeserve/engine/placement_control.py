@@ -14,13 +14,14 @@ from moeserve.control.planner_client import PlannerClient
 from moeserve.control.proposals import Machine
 from moeserve.experts.load import LoadCounter
 from moeserve.experts.mover import ExpertMover
+from moeserve.experts.split import CopyChooser
 from moeserve.experts.store import ExpertStore
 from moeserve.experts.traffic import Traffic
 from moeserve.parallel.groups import ParallelGroups
 from moeserve_placement import Placement
 
 
-def make_manager(experts: config.ExpertConfig, store: ExpertStore) -> Manager:
+def make_manager(experts: config.ExpertConfig, store: ExpertStore, top_k: int) -> Manager:
     """The manager of rank 0. It acts by itself only with ``enable_eplb``."""
     minute = experts.minute_bytes
     policy = Policy(
@@ -31,6 +32,10 @@ def make_manager(experts: config.ExpertConfig, store: ExpertStore) -> Manager:
         min_balancedness=experts.min_balancedness,
         minute_bytes=None if minute is None else config.parse_bytes("minute_bytes", minute),
         is_dry_run=experts.rebalance_dry_run,
+        split="local"
+        if experts.expert_split == "auto" and not experts.enable_eplb
+        else experts.expert_split,
+        top_k=top_k,
         costs=CostModel(horizon_s=experts.rebalance_horizon),
     )
     machine = Machine(list(store.layers), store.slot_map.num_experts, store.expert_bytes)
@@ -43,6 +48,7 @@ def make_controller(
     store: ExpertStore,
     load: LoadCounter,
     traffic: Traffic,
+    chooser: CopyChooser,
     manager: Manager | None,
 ) -> Controller:
     """The controller of one rank; all ranks make theirs together, they exchange digests."""
@@ -58,6 +64,7 @@ def make_controller(
         load=load,
         traffic=traffic,
         mover=mover,
+        chooser=chooser,
         step_bytes=config.parse_bytes("step_bytes", experts.step_bytes),
         decider=manager,
     )
@@ -141,6 +148,7 @@ def state(manager: Manager) -> dict[str, object]:
         "pins": [{"layer": layer, "expert": expert} for layer, expert in sorted(manager.pins)],
         "imbalance": None if window is None else window.imbalance,
         "expert_share": None if window is None else window.expert_share,
+        "split_from": manager.split_from,
         "num_bad_windows": manager.num_bad_windows,
         "decisions": dict(manager.log.counts),
     }

@@ -65,7 +65,8 @@ class CopyChooser:
         rank, slot = np.divmod(np.maximum(copies, 0), slot_map.slots_per_rank)
         by_copy = np.where(copies >= 0, shares[rank, slot], 0.0)
         whole = whole_numbers(by_copy, counts.sum(0))
-        return deal(whole, counts, np.where(copies >= 0, rank, -1))[slot_map.rank]
+        mine: np.ndarray = deal(whole, counts, np.where(copies >= 0, rank, -1))[slot_map.rank]
+        return mine
 
     def _solver(self, layer: int, slot_map: SlotMap) -> ShareSolver:
         """The layer's solver; made anew when its slots have changed."""

@@ -62,6 +62,8 @@ class Bench:
             "min_balancedness": 0.95,
             "minute_bytes": None,
             "is_dry_run": False,
+            "split": "local",
+            "top_k": 2,
             "costs": CostModel(horizon_s=1000.0),
         }
         self.manager = Manager(

@@ -49,11 +49,12 @@ def finish(llm: LLM) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("ep", [2, 3])
-def test_text_is_the_same_while_experts_move(ep: int, reference: list[Result]) -> None:
+@pytest.mark.parametrize(("ep", "split"), [(2, "local"), (2, "batch"), (3, "batch")])
+def test_text_is_the_same_while_experts_move(ep: int, split: str, reference: list[Result]) -> None:
     """Random placements with copies, moved in small pieces while requests run, and rolled back."""
     rng = random.Random(ep)
-    with LLM("embedded", ep=ep, num_redundant_experts=8, step_bytes="40K", **EXACT) as llm:
+    settings = {"num_redundant_experts": 8, "step_bytes": "40K", "expert_split": split, **EXACT}
+    with LLM("embedded", ep=ep, **settings) as llm:
         placement = llm.expert_history()
         sizes = [(NUM_EXPERTS + 8) // ep] * ep
         for number in range(6):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from moeserve.experts.load import LoadCounter
+from moeserve.experts.split import CopyChooser
 from moeserve.experts.store import ExpertStore
 from moeserve.experts.traffic import Traffic
 from moeserve.model.layers.forced_router import ForcedRouting
@@ -29,6 +30,7 @@ class ExpertRuntime:
     """
 
     store: ExpertStore
+    chooser: CopyChooser
     load: LoadCounter
     traffic: Traffic
     dispatcher: Callable[[StepSizes], TokenDispatcher]
@@ -58,7 +60,7 @@ class MoeLayer:
         runtime = self._runtime
         topk_weights, topk_ids = self._router(hidden_states)
         runtime.load.count(self._layer, topk_ids)
-        physical_ids = runtime.store.slot_map.select(self._layer, topk_ids)
+        physical_ids = runtime.chooser.select(self._layer, topk_ids, sizes.total)
         dispatcher = runtime.dispatcher(sizes)
         sent = dispatcher.dispatch(hidden_states, physical_ids, topk_weights, sizes)
         start = time.perf_counter()

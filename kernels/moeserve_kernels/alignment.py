@@ -41,3 +41,14 @@ class Alignment:
         if self.sorted_pairs is None:
             return self.num_pairs
         return self.sorted_pairs.shape[0]
+
+
+def takes_identity(num_pairs: int, num_slots: int) -> bool:
+    """Whether so few pairs are not sorted: most slots have none, so blocks would not fill."""
+    return 4 * num_pairs <= num_slots
+
+
+def max_rows(num_pairs: int, num_slots: int, block_m: int) -> int:
+    """Rows that the sorted pairs can need, in whole blocks: each slot in use pads one block."""
+    rows = num_pairs + min(num_pairs, num_slots) * (block_m - 1)
+    return -(-rows // block_m) * block_m

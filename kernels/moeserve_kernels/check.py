@@ -76,6 +76,11 @@ def at_least(name: str, value: int, low: int) -> None:
         raise ValueError(f"{name} = {value}: must be at least {low}")
 
 
+def in_debug_mode() -> bool:
+    """Whether values are checked, for checks that must first compute what they look at."""
+    return _debug.get()
+
+
 def values(name: str, tensor: torch.Tensor, low: int, high: int) -> None:
     """In debug mode, raises ValueError unless all of ``tensor`` is in ``low .. high - 1``."""
     if not _debug.get() or tensor.numel() == 0:

@@ -24,7 +24,8 @@ def load(kind: str, target: str) -> dict[str, Any]:
     try:
         table = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ValueError(f"no tile table {path.name}: there is no kernel of {kind} for {target}") from None
+        text = f"no tile table {path.name}: there is no kernel of {kind} for {target}"
+        raise ValueError(text) from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(table, dict):

@@ -19,6 +19,12 @@ import torch
 
 FORMATS = ("plain", "fp8_channel", "fp8_block", "int8", "int4")
 GROUP = 128  # inputs (and for fp8_block outputs too) that share a scale
+STORED_DTYPES = {
+    "fp8_channel": torch.float8_e4m3fn,
+    "fp8_block": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "int4": torch.uint8,
+}
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,9 @@ from moeserve_kernels.gpucheck.supervise import run_stage
 from moeserve_kernels.gpucheck.worker import BROKEN, Job, work
 
 CPU = torch.device("cpu")
-# They are made of checked operations, or run off-line.
-_NOT_CHECKED = {"quantize_experts", "dequantize_experts", "attn_decode_splits", "merge"}
+# They run off-line, are parts of checked operations, or check arguments.
+_OFF_LINE = {"quantize_experts", "dequantize_experts"}
+_NOT_CHECKED = _OFF_LINE | {"attn_decode_splits", "merge", "check_table"}
 
 
 def test_a_dry_run_goes_through_everything(tmp_path: Path) -> None:

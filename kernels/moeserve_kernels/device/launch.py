@@ -18,6 +18,8 @@ class Launch:
     kernel: a ``triton.jit`` function. grid: up to three sizes; a zero in it launches nothing.
     args: run-time arguments by name: tensors, tensor descriptors, int, float, None.
     constants: ``tl.constexpr`` arguments by name. options: num_warps, num_stages and the like.
+
+    Products and sums are fused unless ``options`` say otherwise: Triton's default is changing.
     """
 
     kernel: Any
@@ -25,6 +27,9 @@ class Launch:
     args: Mapping[str, Any]
     constants: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", {"enable_fp_fusion": True, **self.options})
 
     def run(self) -> None:
         """Launches the kernel on the current stream; returns before it has run."""

@@ -42,18 +42,8 @@ def kv_write(
 
     Source: Su et al., "RoFormer" (arXiv 2104.09864).
     """
-    _check_rows(key, value)
-    _check_cache("key", key, "key_cache", key_cache, k_scale)
-    if (value is None) != (value_cache is None):
-        raise ValueError("value, value_cache: one is None, must be both or none")
-    if value is not None and value_cache is not None:
-        _check_cache("value", value, "value_cache", value_cache, v_scale)
-        check.shape("value_cache", value_cache, (*key_cache.shape[:3], "d_v"))
-        check.dtype("value_cache", value_cache, key_cache.dtype)
-    check.dtype("slot_mapping", slot_mapping, torch.int64)
-    check.shape("slot_mapping", slot_mapping, (key.shape[0],))
-    check.rows_contiguous("slot_mapping", slot_mapping)
-    check.values("slot_mapping", slot_mapping, -(1 << 63), key_cache.shape[0] * key_cache.shape[1])
+    _check_caches(key, value, key_cache, value_cache, k_scale, v_scale)
+    _check_slots(slot_mapping, key, key_cache)
     _check_angles(key, cos, sin, query)
     check.same_device(
         key=key,
@@ -65,19 +55,37 @@ def kv_write(
         sin=sin,
         query=query,
     )
-    result: torch.Tensor | None = backend.implementation("kv_cache", key).kv_write(
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        cos=cos,
-        sin=sin,
-        query=query,
-        k_scale=k_scale,
-        v_scale=v_scale,
+    family = backend.implementation("kv_cache", key)
+    angles = {"cos": cos, "sin": sin, "query": query}
+    result: torch.Tensor | None = family.kv_write(
+        key, value, key_cache, value_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale, **angles
     )
     return result
+
+
+def _check_caches(
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor | None,
+    k_scale: float,
+    v_scale: float,
+) -> None:
+    _check_rows(key, value)
+    _check_cache("key", key, "key_cache", key_cache, k_scale)
+    if (value is None) != (value_cache is None):
+        raise ValueError("value, value_cache: one is None, must be both or none")
+    if value is not None and value_cache is not None:
+        _check_cache("value", value, "value_cache", value_cache, v_scale)
+        check.shape("value_cache", value_cache, (*key_cache.shape[:3], "d_v"))
+        check.dtype("value_cache", value_cache, key_cache.dtype)
+
+
+def _check_slots(slot_mapping: torch.Tensor, key: torch.Tensor, key_cache: torch.Tensor) -> None:
+    check.dtype("slot_mapping", slot_mapping, torch.int64)
+    check.shape("slot_mapping", slot_mapping, (key.shape[0],))
+    check.rows_contiguous("slot_mapping", slot_mapping)
+    check.values("slot_mapping", slot_mapping, -(1 << 63), key_cache.shape[0] * key_cache.shape[1])
 
 
 def _check_rows(key: torch.Tensor, value: torch.Tensor | None) -> None:

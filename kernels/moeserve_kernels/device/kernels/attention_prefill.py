@@ -35,31 +35,13 @@ def request_of(query_starts_ptr, num_requests, block, TOKENS: tl.constexpr, BLOC
 
 @triton.jit
 def attend(
-    query,
-    query_positions,
-    highest,
-    total,
-    acc,
-    begin,
-    end,
-    block_row_ptr,
-    keys_ptr,
-    values_ptr,
-    scale,
-    soft_cap,
-    window,
-    stride_kb,
-    stride_ks,
-    stride_vb,
-    stride_vs,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    query, query_positions, highest, total, acc, begin, end,
+    block_row_ptr, keys_ptr, values_ptr,
+    scale, soft_cap, window,
+    stride_kb, stride_ks, stride_vb, stride_vs,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """The softmax after the keys at ``begin..end``; not MASKED: every query sees all of them."""
     for start in range(begin, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
@@ -96,43 +78,15 @@ def tiles_of(first_position, end, window, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def prefill_kernel(
-    query_ptr,
-    key_cache_ptr,
-    value_cache_ptr,
-    block_table_ptr,
-    query_starts_ptr,
-    seq_lens_ptr,
-    sinks_ptr,
-    out_ptr,
-    scale,
-    v_scale,
-    soft_cap,
-    window,
-    num_requests,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    stride_tb,
-    stride_ot,
-    stride_oh,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SINKS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    query_ptr, key_cache_ptr, value_cache_ptr, block_table_ptr, query_starts_ptr, seq_lens_ptr,
+    sinks_ptr, out_ptr,
+    scale, v_scale, soft_cap, window, num_requests,
+    stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_tb, stride_ot, stride_oh,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, SINKS: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     """Program (block of queries, kv head and block of its query heads).
 
     A block has TOKENS tokens times HEADS of the GROUP query heads of one kv head, in BLOCK_M rows.
@@ -166,30 +120,10 @@ def prefill_kernel(
     for part in tl.static_range(3):
         if part > 0 or window is not None:
             highest, total, acc = attend(
-                query,
-                positions,
-                highest,
-                total,
-                acc,
-                bounds[part],
-                bounds[part + 1],
-                table_ptr,
-                keys_ptr,
-                values_ptr,
-                scale,
-                soft_cap,
-                window,
-                stride_kb,
-                stride_ks,
-                stride_vb,
-                stride_vs,
-                HEAD_DIM,
-                VALUE_DIM,
-                BLOCK_SIZE,
-                BLOCK_N,
-                BLOCK_D,
-                BLOCK_V,
-                part != 1,
-            )
+                query, positions, highest, total, acc, bounds[part], bounds[part + 1],
+                table_ptr, keys_ptr, values_ptr, scale, soft_cap, window,
+                stride_kb, stride_ks, stride_vb, stride_vs,
+                HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_V, part != 1,
+            )  # fmt: skip
     out_rows = out_ptr + (query_start + token).to(tl.int64) * stride_ot + heads * stride_oh
     store_split(acc, highest, total, v_scale, live, out_rows, out_rows, VALUE_DIM, BLOCK_V, True)

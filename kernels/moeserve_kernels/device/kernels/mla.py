@@ -16,34 +16,14 @@ from moeserve_kernels.device.kernels.attention import (
 
 @triton.jit
 def mla_decode_kernel(
-    query_ptr,
-    cache_ptr,
-    block_table_ptr,
-    seq_lens_ptr,
-    out_ptr,
-    lse_ptr,
-    scale,
-    num_heads,
-    num_splits,
-    stride_qb,
-    stride_qh,
-    stride_cb,
-    stride_cs,
-    stride_tb,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    stride_lb,
-    stride_ls,
-    VALUE_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    FINAL: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    query_ptr, cache_ptr, block_table_ptr, seq_lens_ptr, out_ptr, lse_ptr,
+    scale, num_heads, num_splits,
+    stride_qb, stride_qh, stride_cb, stride_cs, stride_tb, stride_ob, stride_os, stride_oh,
+    stride_lb, stride_ls,
+    VALUE_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    FINAL: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_R: tl.constexpr,
-):
+):  # fmt: skip
     """Program (request, block of heads, split of the sequence); FINAL as in ``decode_kernel``.
 
     A row of the cache is VALUE_DIM latent values, key and value alike, then ROTARY_DIM of the key.

@@ -16,6 +16,7 @@ import torch
 # Read by mistake and used as an id, this is out of range in a small test, yet the address it leads
 # to is nearly always in somebody's NaN padding, so the test fails and the process lives.
 WILD_INT = 101
+_TINY = 1e-30
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 6e-3}
 _CANARY = 0xA5
 _ALIGNMENT = 256  # bytes; as torch's allocator on a GPU
@@ -78,7 +79,10 @@ def poisoned_empty() -> Iterator[Allocations]:
 
 
 def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
-    """``||out - ref|| / ||ref||`` in float64; infinite where only one has a NaN."""
+    """``||out - ref|| / ||ref||`` in float64; infinite where only one has a NaN.
+
+    Near the smallest normal float32 numbers lose digits, so a reference counts as 1e-30 at least.
+    """
     assert out.shape == ref.shape, f"shape {list(out.shape)}, reference {list(ref.shape)}"
     out, ref = out.double().cpu(), ref.double().cpu()
     same = (out == ref) | (out.isnan() & ref.isnan())  # infinities, too
@@ -86,7 +90,7 @@ def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
     if not bool(difference.isfinite().all()):
         return float("inf")
     norm = float(torch.where(ref.isfinite(), ref, 0.0).norm())
-    return float(difference.norm()) / (norm if norm > 0 else 1.0)
+    return float(difference.norm()) / max(norm, _TINY)
 
 
 def assert_close(out: torch.Tensor, ref: torch.Tensor, tolerance: float | None = None) -> None:

@@ -17,12 +17,14 @@ that no choice for prefetch was made on.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+from benchmarks import report
 from moeserve_placement.paging import StallModel, StudyOptions, StudyRow, run_study
 from moeserve_placement.traces import RoutingTrace, open_trace
 
@@ -104,9 +106,15 @@ def measure(name: str, trace: RoutingTrace, options: StudyOptions) -> list[Study
     print(HEADER, file=sys.stderr)
     for row in rows:
         line = {"trace": name, "seed": options.seed, "seconds": round(seconds, 1), **row.to_dict()}
-        print(json.dumps(line), flush=True)
+        report.print_json({**stamp(), **line})
         print(text(row), file=sys.stderr, flush=True)
     return rows
+
+
+@cache
+def stamp() -> dict[str, Any]:
+    """What every line begins with."""
+    return {"benchmark": "paging", **report.provenance("numpy")}
 
 
 HEADER = (
@@ -158,7 +166,7 @@ def verdict(rows: list[StudyRow]) -> int:
         state = "pass" if passed else "FAIL"
         print(f"{state}  {name}: {value:.3f} {sign} {limit}, worst {worst:.3f}", file=sys.stderr)
         line = {"limit": name, "median": value, "worst": worst, "bound": limit, "passed": passed}
-        print(json.dumps(line))
+        report.print_json({**stamp(), **line})
     return 0 if all_passed else 1
 
 

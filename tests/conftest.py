@@ -1,6 +1,11 @@
-"""What holds for all tests: no time limits on single examples, one thread for torch."""
+"""What holds for all tests: no time limits on single examples, Triton in its interpreter."""
 
 from __future__ import annotations
+
+import os
+
+# Before anything imports triton: there is no GPU in a test, and triton asks only once.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from hypothesis import HealthCheck, settings
 

@@ -1,11 +1,13 @@
-"""The operations of a mixture-of-experts forward pass, several implementations of one signature.
+"""The operations of a mixture-of-experts model; see the README beside this package.
 
-``get_ops(mode)`` gives them; ``ops.Ops`` says what each one takes and returns:
+``operations`` holds them one by one, checked and documented, for CPU and GPU tensors alike.
+``get_ops(mode)`` gives them as a decoder calls them, ``ops.Ops`` says what each takes and returns:
 
 - ``cpu``: torch (``cpu*.py``), and compiled code where torch is slow (``native.py``, ``csrc/``):
   bfloat16 weights on a CPU that can not multiply bfloat16;
 - ``invariant``: each output row has the same bits whatever else is computed with it
   (``invariant*.py``);
+- ``triton``: Triton kernels, for a GPU (``triton_ops.py``);
 - ``reference``: the shortest torch that says what is meant, exact enough in float64 to judge the
   others by (``reference.py``).
 """

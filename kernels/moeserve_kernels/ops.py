@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-MODES = ("cpu", "invariant", "reference")
+MODES = ("cpu", "invariant", "reference", "triton")
 
 
 class Ops(Protocol):
@@ -161,4 +161,8 @@ def get_ops(mode: str) -> Ops:
         from moeserve_kernels.reference import ReferenceOps
 
         return ReferenceOps()
+    if mode == "triton":
+        from moeserve_kernels.triton_ops import TritonOps
+
+        return TritonOps()
     raise ValueError(f"mode = {mode!r}: must be one of {', '.join(MODES)}")

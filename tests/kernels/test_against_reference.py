@@ -176,5 +176,5 @@ def test_kv_write(mode, seed, num_tokens):
 
 
 def test_unknown_mode():
-    with pytest.raises(ValueError, match="mode = 'fast': must be one of cpu, invariant, reference"):
+    with pytest.raises(ValueError, match="mode = 'fast': must be one of cpu, invariant"):
         get_ops("fast")

@@ -1,0 +1,1 @@
+"""Each operation in torch for the CPU, fast enough to be used."""

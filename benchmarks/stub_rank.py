@@ -134,6 +134,9 @@ class StubRank:
                 )
             case messages.Query():
                 self._send(source, self._answer(message))
+            case messages.Command(query_id):
+                refusal = "a stub has no experts to move"
+                self._send(source, messages.Answer(query_id, self._config.rank, b"null", refusal))
             case messages.Shutdown():
                 return False
         return True
@@ -148,7 +151,9 @@ class StubRank:
         rank = self._config.rank
         placement = {"num_experts": 4, "layers": {"0": [[0, 1], [2, 3]], "1": [[0, 1], [2, 3]]}}
         load = {"layers": {"0": [rank + 1, 2, 3, 4], "1": [4, 3, 2, 1]}}
-        body = msgspec.json.encode(placement if query.what == "placement" else load)
+        history: dict[str, object] = {"entries": []}
+        views = {"placement": placement, "load": load, "history": history}
+        body = msgspec.json.encode(views[query.what])
         return messages.Answer(query.query_id, rank, body)
 
     def _make_step(self) -> None:

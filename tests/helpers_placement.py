@@ -8,6 +8,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from moeserve_placement.load import LoadHistory
+from moeserve_placement.placement import Placement
+from moeserve_placement.planners.eplb import eplb_table
+from moeserve_placement.slot_table import to_placement
 from moeserve_placement.topology import Topology
 
 
@@ -42,6 +45,38 @@ def histories(draw: Any, num_experts: int, *, layers: int = 2) -> LoadHistory:
         both = np.minimum(counts[:, :, None], counts[:, None]) * 0.3 if pairs else None
         history.observe(counts, both)
     return history
+
+
+@st.composite
+def situations(draw: Any) -> tuple[LoadHistory, Topology, Placement | None]:
+    """A history, a topology that holds its experts, and perhaps a random placement."""
+    experts = draw(st.integers(1, 8))
+    topology = draw(topologies(experts))
+    history = draw(histories(experts))
+    current = None
+    if draw(st.booleans()):
+        rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+        whole = Topology(slots_per_rank=topology.slots_per_rank)
+        table = eplb_table(rng.random((2, experts)), whole)
+        current = to_placement(table, history.layer_ids, num_experts=experts, topology=whole)
+    return history, topology, current
+
+
+def copies_of(placement: Placement, topology: Topology, layer: int) -> set[int]:
+    """Experts that some rank alive holds."""
+    return {
+        expert
+        for rank, slots in enumerate(placement.layers[layer])
+        if topology.alive[rank]
+        for expert in slots
+        if expert is not None
+    }
+
+
+def num_lost(placement: Placement, history: LoadHistory, topology: Topology) -> int:
+    """Experts without a copy on a rank alive, over all layers."""
+    held = [len(copies_of(placement, topology, layer)) for layer in history.layer_ids]
+    return len(held) * history.num_experts - sum(held)
 
 
 def zipf(num_experts: int, exponent: float, layers: int, seed: int) -> np.ndarray:

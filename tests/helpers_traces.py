@@ -51,13 +51,13 @@ def routing_traces(
 
 
 @st.composite
-def count_traces(draw: st.DrawFn, *, max_count: int = 2**62, min_count: int = 0) -> CountTrace:
+def count_traces(draw: st.DrawFn, *, max_count: int = 2**55, min_count: int = 0) -> CountTrace:
     """Any small valid count trace."""
     num_windows, num_layers = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     num_experts = draw(st.integers(1, 9))
     size = num_windows * num_layers * num_experts
     values = draw(st.lists(st.integers(min_count, max_count), min_size=size, max_size=size))
-    tokens = draw(st.lists(st.integers(0, 2**62), min_size=num_windows, max_size=num_windows))
+    tokens = draw(st.lists(st.integers(0, 2**60), min_size=num_windows, max_size=num_windows))
     return CountTrace(
         counts=np.array(values, dtype=np.int64).reshape(num_windows, num_layers, num_experts),
         layer_ids=draw(layer_ids(num_layers)),

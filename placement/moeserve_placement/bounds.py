@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from moeserve_placement.checks import check_choice
 from moeserve_placement.placement import PlacementError
 from moeserve_placement.planners.eplb import replica_counts
 from moeserve_placement.slot_table import Floats
@@ -19,13 +20,14 @@ from moeserve_placement.topology import Topology
 def lower_bound(load: Floats, topology: Topology) -> Floats:
     """The least largest level (load over speed) per layer that any placement could have.
 
-    load: [num_layers, num_experts]. Returns float64 [num_layers], the maximum of: the mean level;
-    the hottest copy, were all spare slots used against it; and with few spare slots the
-    pigeonhole bounds of what must share a rank.
+    load: [num_layers, num_experts], finite and not negative. Returns float64 [num_layers], the
+    maximum of: the mean level; the hottest copy, were all spare slots used against it; and with few
+    spare slots the pigeonhole bounds of what must share a rank.
 
     Raises:
-        PlacementError: the experts do not fit.
+        PlacementError: the load is not such an array, or the experts do not fit.
     """
+    _check_load(load, num_dims=2)
     topology.check_fits(load.shape[1])
     room = topology.usable_slots[topology.usable_slots > 0]
     speeds = topology.speeds[topology.usable_slots > 0]
@@ -37,6 +39,13 @@ def lower_bound(load: Floats, topology: Topology) -> Floats:
         bound = np.maximum(bound, _without_spares(load, int(room.max()), len(room)) / speeds.max())
     result: Floats = np.maximum(bound, _pigeonhole(load, room, int(room.sum())) / speeds.max())
     return result
+
+
+def _check_load(load: Floats, *, num_dims: int) -> None:
+    if load.ndim != num_dims or not load.size:
+        raise PlacementError(f"load: has shape {load.shape}, must have {num_dims} dimensions")
+    if not (np.isfinite(load).all() and (load >= 0).all()):
+        raise PlacementError("load: must be finite and 0 or more")
 
 
 def _without_spares(load: Floats, slots: int, ranks: int) -> Floats:
@@ -77,10 +86,11 @@ def exact_optimum(load: Floats, topology: Topology, *, split: str = "any") -> fl
     'even': in equal parts. For small cases: experts x ranks binaries, twice as many for 'even'.
 
     Raises:
-        PlacementError: highspy is not installed, an unknown split, or no solution was found.
+        PlacementError: highspy is not installed, an unknown split, a load that is not finite and 0
+            or more, or no solution was found.
     """
-    if split not in ("any", "even"):
-        raise PlacementError(f"split = {split!r}: must be any or even")
+    check_choice("split", split, ("any", "even"))
+    _check_load(load, num_dims=1)
     topology.check_fits(len(load))
     try:
         import highspy  # type: ignore[import-not-found, unused-ignore]

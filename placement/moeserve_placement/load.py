@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from moeserve_placement.checks import check_integer, check_number
 from moeserve_placement.placement import PlacementError
 
 Floats = NDArray[np.float64]
@@ -24,6 +25,7 @@ _TRUST = 1.25
 _RETURNS = 0.1
 _OLD = 2  # windows since a kept one was last met, from which meeting it again is a return
 _SMALLEST_TOTAL = 1e-9  # below this a layer has no load that could be told from rounding
+_LARGEST_SUM = 2.0**62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,7 +58,7 @@ class LoadHistory:
     prior_tokens: pseudo-counts per expert that pull a sparse window towards the slow average.
 
     Raises:
-        PlacementError: an option is out of range.
+        PlacementError: an option is out of range, or a layer comes twice.
     """
 
     def __init__(
@@ -71,21 +73,20 @@ class LoadHistory:
         novelty: float = 0.05,
         prior_tokens: float = 1.0,
     ) -> None:
-        _check_options(
-            layers=len(layer_ids), experts=num_experts, fast=fast_weight, slow=slow_weight
-        )
-        if window < 1 or reservoir_size < 0 or novelty < 0 or prior_tokens < 0:
-            raise PlacementError(
-                f"window = {window}, reservoir_size = {reservoir_size}, novelty = {novelty}, "
-                f"prior_tokens = {prior_tokens}: must be at least 1, 0, 0 and 0"
-            )
-        self.layer_ids = tuple(int(layer) for layer in layer_ids)
-        self.num_experts = num_experts
+        self.layer_ids = _checked_layers(layer_ids)
+        self.num_experts = check_integer("num_experts", num_experts, low=1)
+        check_number("fast_weight", fast_weight, low=0, high=1, above=True)
+        check_number("slow_weight", slow_weight, low=0, high=1, above=True)
+        check_integer("window", window, low=1)
+        check_integer("reservoir_size", reservoir_size, low=0)
+        check_number("novelty", novelty, low=0)
+        check_number("prior_tokens", prior_tokens, low=0, high=_LARGEST_SUM)
         self.num_windows = 0
         self.num_empty_windows = 0
         self._fast = _Average(fast_weight)
         self._slow = _Average(slow_weight)
         self._pairs = _Average(slow_weight)
+        self._pair_load = _Average(slow_weight)  # windows without pairs are not in it
         self._recent: deque[Floats] = deque(maxlen=window)
         self._reservoir = _Reservoir(reservoir_size, novelty)
         self._errors = {"fast": _Average(_JUDGING), "slow": _Average(_JUDGING)}
@@ -121,6 +122,7 @@ class LoadHistory:
         self._slow.add(window)
         if pairs is not None:
             self._pairs.add(pairs)
+            self._pair_load.add(window)
         self._recent.append(window)
         self._reservoir.add(window)
 
@@ -168,9 +170,14 @@ class LoadHistory:
         return self._slow.value(self.shape)
 
     @property
+    def has_coactivation(self) -> bool:
+        """Whether pair counts were given with a window."""
+        return self._pairs.weight > 0
+
+    @property
     def coactivation(self) -> Floats | None:
         """Slow average of pair counts [layers, experts, experts]; None if none were given."""
-        if not self._pairs.weight:
+        if not self.has_coactivation:
             return None
         pairs = self._pairs.value((*self.shape, self.num_experts))
         pairs[:, np.arange(self.num_experts), np.arange(self.num_experts)] = 0.0
@@ -179,7 +186,7 @@ class LoadHistory:
     @property
     def coactivation_load(self) -> Floats | None:
         """Counts over the same windows as ``coactivation``, to tell pairs per token."""
-        return self.slow if self._pairs.weight else None
+        return self._pair_load.value(self.shape) if self.has_coactivation else None
 
     @property
     def busy_layers(self) -> NDArray[np.bool_]:
@@ -357,14 +364,13 @@ def _checked(name: str, values: NDArray[np.generic], shape: tuple[int, ...]) -> 
         raise PlacementError(f"{name}: holds NaN or infinite values, must be finite")
     if (result < 0).any():
         raise PlacementError(f"{name}: holds {result.min()}, must be 0 or more")
-    if result.sum() > 2.0**62:
+    if result.sum() > _LARGEST_SUM:
         raise PlacementError(f"{name}: sums to {result.sum():.3g}, must be at most 2^62")
     return result
 
 
-def _check_options(*, layers: int, experts: int, fast: float, slow: float) -> None:
-    if layers < 1 or experts < 1:
-        raise PlacementError(f"{layers} layers of {experts} experts: must be at least 1 of each")
-    for name, value in (("fast_weight", fast), ("slow_weight", slow)):
-        if not 0 < value <= 1:
-            raise PlacementError(f"{name} = {value}: must be above 0 and at most 1")
+def _checked_layers(layer_ids: Sequence[int]) -> tuple[int, ...]:
+    layers = tuple(check_integer("layer_ids", layer, low=0) for layer in layer_ids)
+    if not layers or len(set(layers)) < len(layers):
+        raise PlacementError(f"layer_ids = {layers}: must be one or more layers, each once")
+    return layers

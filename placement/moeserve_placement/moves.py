@@ -29,8 +29,8 @@ def layer_moves(layer: int, current: Ints, target: Ints, *, topology: Topology) 
 
     ``target`` must be aligned to ``current`` (an expert that stays on a rank keeps its slot). After
     every move each expert that had a copy still has one and no rank holds one twice: a write comes
-    first if what it overwrites has another copy or is not needed; what remains are cycles, and each
-    becomes one move.
+    first if what it overwrites has another copy or is not needed, of these the writes of experts
+    that no rank alive holds; what remains are cycles, and each becomes one move.
     """
     table = current.copy()
     alive = np.asarray(topology.alive)
@@ -40,6 +40,7 @@ def layer_moves(layer: int, current: Ints, target: Ints, *, topology: Topology) 
     moves: list[Move] = []
     while pending:
         free = [cell for cell in pending if _is_free(table, cell, counts)]
+        free.sort(key=lambda cell: not _restores(pending[cell], counts))
         for cell in free:
             if _is_free(table, cell, counts):  # an earlier one may have taken the last copy
                 moves.append(_apply(layer, [cell], table, pending, counts, topology))
@@ -55,6 +56,10 @@ def layer_moves(layer: int, current: Ints, target: Ints, *, topology: Topology) 
 def _is_free(table: Ints, cell: Cell, counts: Counter[int]) -> bool:
     old = int(table[cell])
     return old < 0 or counts[old] > 1
+
+
+def _restores(expert: int, counts: Counter[int]) -> bool:
+    return expert >= 0 and not counts[expert]
 
 
 def _cycle(table: Ints, pending: dict[Cell, int]) -> list[Cell]:

@@ -14,6 +14,7 @@ from moeserve_placement.slot_table import Floats, Ints
 
 STIFFNESS = 1e-4
 """Two steps leave level errors of about its square, relative."""
+_NOTHING = 1e-280  # of an expert's tokens: scaling less up would overflow
 
 
 def network_inverse(graph: ShareGraph, conductance: Floats, speeds: Floats) -> Floats:
@@ -54,11 +55,21 @@ def equalised(
 
 
 def feasible(graph: ShareGraph, tokens: Floats, demand: Floats) -> Floats:
-    """Tokens cut at zero and scaled back to each expert's demand."""
+    """Tokens cut at zero and scaled back to each expert's demand.
+
+    Where nothing is left to scale (beside counts 1e20 times as large all of an expert's tokens are
+    rounding errors) the split is even: an expert whose shares were all 0 would not be served.
+    """
     cut = np.maximum(tokens, 0.0)
     total = graph.by_group(cut)
-    scale = np.divide(demand, total, out=np.zeros_like(demand), where=total > 0)
-    return cut * scale[graph.group]
+    some = total > _NOTHING * demand
+    scale = np.divide(demand, total, out=np.zeros_like(demand), where=some)
+    result = cut * scale[graph.group]
+    lost = (demand > 0) & ~some
+    if lost.any():
+        even = demand / graph.by_group(np.ones(len(cut)))
+        result = np.where(lost[graph.group], even[graph.group], result)
+    return result
 
 
 def components(graph: ShareGraph) -> Ints:

@@ -86,11 +86,11 @@ def _fewest_nodes(ids: Ints, held: NDArray[np.bool_], topology: Topology) -> Int
     loads = np.zeros(topology.num_ranks)
     result = np.empty(ids.shape, dtype=np.int64)
     allowed_rank = touched[:, topology.nodes]  # [num_tokens, num_ranks]
-    speeds = np.where(topology.alive, topology.speeds, 1.0)
+    divisors = topology.divisors
     for start in range(0, len(ids), _CHUNK):
         part = slice(start, start + _CHUNK)
         usable = held[ids[part]] & allowed_rank[part][:, None]
-        result[part] = np.where(usable, loads / speeds, np.inf).argmin(-1)
+        result[part] = np.where(usable, loads / divisors, np.inf).argmin(-1)
         loads += np.bincount(result[part].ravel(), minlength=len(loads))
     return result
 

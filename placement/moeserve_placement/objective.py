@@ -16,16 +16,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moeserve_placement.checks import check_choice, check_number
 from moeserve_placement.fanout import nodes_per_token
 from moeserve_placement.load import LoadHistory, Scenarios
 from moeserve_placement.moves import copy_costs
-from moeserve_placement.placement import PlacementError
 from moeserve_placement.plan import Forecast
 from moeserve_placement.shares import ShareSolver, balanced_shares
 from moeserve_placement.slot_table import Floats, Ints, even_shares, is_complete, rank_loads
 from moeserve_placement.topology import Topology
 
 SPLITS = ("even", "planned", "batch")
+_HEAVIEST = 1e6  # of the weights; a term with this weight already decides alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +52,10 @@ class Objective:
     split: str = "even"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.power <= 64:
-            raise PlacementError(f"power = {self.power}: must be 1 to 64")
+        check_number("power", self.power, low=1, high=64)
         for name in ("remote_weight", "move_weight", "change_weight"):
-            if not getattr(self, name) >= 0:
-                raise PlacementError(f"{name} = {getattr(self, name)}: must be 0 or more")
-        if self.split not in SPLITS:
-            raise PlacementError(f"split = {self.split!r}: must be one of {', '.join(SPLITS)}")
+            check_number(name, getattr(self, name), low=0, high=_HEAVIEST)
+        check_choice("split", self.split, SPLITS)
 
     def shares(self, table: Ints, scenarios: Scenarios, topology: Topology) -> Floats:
         """Shares of each slot: float64 [num_layers, num_ranks, max_slots].
@@ -66,7 +64,7 @@ class Objective:
         """
         if self.split == "even":
             return even_shares(table, scenarios.loads.shape[-1])
-        return balanced_shares(scenarios.mean, table, speeds=_speeds(topology)).shares
+        return balanced_shares(scenarios.mean, table, speeds=topology.divisors).shares
 
     def relative_loads(self, table: Ints, scenarios: Scenarios, topology: Topology) -> Floats:
         """Rank load over mean: float64 [num_scenarios, num_layers, alive ranks], mean 1."""
@@ -75,7 +73,7 @@ class Objective:
             solver = ShareSolver(
                 table,
                 scenarios.loads.shape[-1],
-                speeds=_speeds(topology),
+                speeds=topology.divisors,
                 nominal=scenarios.mean,
             )
             loads = np.stack([solver.solve(load).rank_loads for load in scenarios.loads])
@@ -116,7 +114,7 @@ class Objective:
     def counts_nodes(self, history: LoadHistory, topology: Topology) -> bool:
         """Whether the second term is in force."""
         several = topology.num_nodes > 1 and self.remote_weight > 0
-        return several and history.coactivation is not None
+        return several and history.has_coactivation
 
     def forecast(
         self, table: Ints, scenarios: Scenarios | None, history: LoadHistory, topology: Topology
@@ -132,7 +130,7 @@ class Objective:
 
         value = smooth_max(relative, scenarios.weights, self.power)
         nodes = None
-        if history.coactivation is not None and topology.num_nodes > 1:
+        if history.has_coactivation and topology.num_nodes > 1:
             touched = nodes_per_token(table, history, topology)
             nodes = by_layer(touched)
             value = value + self.remote_weight * (touched - 1)
@@ -150,7 +148,3 @@ def smooth_max(relative: Floats, weights: Floats, power: float) -> Floats:
     powers = ((relative / top[:, None]) ** power).mean(-1)
     result: Floats = top * np.tensordot(weights, powers, axes=1) ** (1.0 / power)
     return result
-
-
-def _speeds(topology: Topology) -> Floats:
-    return np.where(topology.alive, topology.speeds, 1.0)

@@ -23,7 +23,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
+
+from moeserve_placement.text_files import FileError, parse_json, read_text
 
 Slots = tuple[int | None, ...]
 """The slots of one rank in one layer: a logical expert id, or None where the slot is free."""
@@ -174,23 +176,25 @@ class Placement:
         """The inverse of ``to_json``.
 
         Raises:
-            PlacementError: not JSON, another format or version, an unknown key, a wrong type, or
-                not a valid placement.
+            PlacementError: not JSON, a key that comes twice, another format or version, an unknown
+                key, a wrong type, or not a valid placement.
         """
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise PlacementError(f"placement: not valid JSON: {error}") from error
+            data = parse_json(text, what="placement")
+        except FileError as error:
+            raise PlacementError(str(error)) from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise PlacementError(f'placement: must be a JSON object with "format": "{FORMAT}"')
-        if data.get("version") != VERSION:
-            raise PlacementError(f"version = {data.get('version')!r}: must be {VERSION}")
+        version = data.get("version")
+        if not _is_int(version) or version != VERSION:
+            raise PlacementError(f"version = {repr(version)[:40]}: must be {VERSION}")
         unknown = set(data) - {"format", "version", "num_experts", "layers"}
         if unknown:
-            raise PlacementError(f"placement: unknown key {min(unknown)!r}")
-        if not _is_int(data.get("num_experts")):
-            raise PlacementError(f"num_experts = {data.get('num_experts')!r}: must be an integer")
-        return cls(num_experts=data["num_experts"], layers=_parse_layers(data.get("layers")))
+            raise PlacementError(f"placement: unknown key {min(unknown)[:60]!r}")
+        num_experts = data.get("num_experts")
+        if not _is_id(num_experts):
+            raise PlacementError(f"num_experts = {repr(num_experts)[:40]}: must be an integer")
+        return cls(num_experts=num_experts, layers=_parse_layers(data.get("layers")))
 
     def save(self, path: Path) -> None:
         """Writes the JSON form to ``path``."""
@@ -201,10 +205,11 @@ class Placement:
         """Reads a file that ``save`` wrote.
 
         Raises:
-            PlacementError: it can not be read or is not a valid placement; the text names the file.
+            PlacementError: it can not be read, is longer than ``MAX_TEXT_BYTES`` or is not a valid
+                placement; the text names the file.
         """
         try:
-            return cls.from_json(path.read_text(encoding="utf-8"))
+            return cls.from_json(read_text(path))
         except OSError as error:
             raise PlacementError(f"placement file {path}: {error.strerror}") from error
         except ValueError as error:
@@ -267,12 +272,17 @@ def _parse_ranks(layer: str, ranks: Any) -> tuple[Slots, ...]:
         raise PlacementError(f"layer {layer}: must be a list with one list of slots per rank")
     for rank, slots in enumerate(ranks):
         for slot in slots:
-            if slot is not None and not _is_int(slot):
+            if slot is not None and not _is_id(slot):
                 raise PlacementError(
                     f"layer {layer}, rank {rank}: {str(slot)[:40]!r} must be an expert id or null"
                 )
     return tuple(tuple(slots) for slots in ranks)
 
 
-def _is_int(value: Any) -> bool:
+def _is_id(value: Any) -> TypeGuard[int]:
+    """Whether it is an integer of 64 bits: longer ones would only make long errors."""
+    return _is_int(value) and -(1 << 63) <= value < 1 << 63
+
+
+def _is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)

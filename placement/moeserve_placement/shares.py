@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from moeserve_placement.checks import check_number
 from moeserve_placement.flow import exact_split
 from moeserve_placement.network import components, equalised, feasible, network_inverse
 from moeserve_placement.placement import PlacementError
@@ -50,13 +51,61 @@ def balanced_shares(
     tolerance: float = 1e-6,
 ) -> Split:
     """The min-max split of these counts, for one-off use; see ``ShareSolver``."""
-    solver = ShareSolver(
-        table, counts.shape[-1], speeds=speeds, nominal=counts, tolerance=tolerance
-    )
-    return solver.solve(counts)
+    copies = _Copies(table, counts.shape[-1], speeds=speeds, tolerance=tolerance)
+    flat = copies.checked(counts)
+    graph, demand, base = copies.graph, copies.demand(flat), copies.graph.base_loads(flat)
+    tokens, bound = pivoted(graph, demand, base, flat, copies.speeds, tolerance=tolerance)
+    return copies.split(tokens, demand, base + graph.edge_loads(tokens), bound)
 
 
-class ShareSolver:
+class _Copies:
+    """The copies of one placement, checked, and how tokens per copy become a ``Split``."""
+
+    def __init__(
+        self, table: Ints, num_experts: int, *, speeds: Floats | None, tolerance: float
+    ) -> None:
+        self.table = table
+        self.num_experts = num_experts
+        self.tolerance = check_number("tolerance", tolerance, low=0, above=True)
+        self.speeds = np.ones(table.shape[1]) if speeds is None else np.asarray(speeds, float)
+        if not (np.isfinite(self.speeds).all() and (self.speeds > 0).all()):
+            raise PlacementError(f"speeds = {self.speeds}: must be finite and above 0")
+        self.graph = ShareGraph.of(table, num_experts)
+        placed = np.zeros(len(table) * num_experts, dtype=np.bool_)
+        placed[self.graph.edge_expert] = placed[self.graph.single_expert] = True
+        if not placed.all():
+            layer, expert = divmod(int(np.flatnonzero(~placed)[0]), num_experts)
+            raise PlacementError(f"row {layer} of the table: no rank holds expert {expert}")
+        self.even = even_shares(table, num_experts).ravel()
+
+    def checked(self, counts: NDArray[np.generic]) -> Floats:
+        """The counts raveled."""
+        shape = (len(self.table), self.num_experts)
+        if counts.shape != shape:
+            raise PlacementError(f"counts: has shape {counts.shape}, must have {shape}")
+        flat = counts.astype(np.float64).ravel()
+        if not (np.isfinite(flat).all() and (flat >= 0).all()):
+            raise PlacementError("counts: must be finite and 0 or more")
+        return flat
+
+    def demand(self, flat: Floats) -> Floats:
+        """Tokens of each expert that has several copies."""
+        return flat[self.graph.edge_expert[self.graph.starts]]
+
+    def split(self, tokens: Floats, demand: Floats, loads: Floats, bound: Floats) -> Split:
+        """The split with these tokens per edge; even where an expert has no tokens."""
+        shares = self.even.copy()
+        whole = demand[self.graph.group]
+        slot = self.graph.edge_slot
+        shares[slot] = np.divide(tokens, whole, out=shares[slot], where=whole > 0)
+        return Split(
+            shares=shares.reshape(self.table.shape),
+            rank_loads=loads.reshape(self.table.shape[:2]),
+            bound=bound,
+        )
+
+
+class ShareSolver(_Copies):
     """Splits batches over the copies of one placement.
 
     table: slots [num_layers, num_ranks, max_slots], -1 where free; each expert is somewhere.
@@ -78,35 +127,20 @@ class ShareSolver:
         nominal: NDArray[np.generic] | None = None,
         tolerance: float = 1e-6,
     ) -> None:
-        self.table = table
-        self.num_experts = num_experts
-        self.tolerance = tolerance
-        self.speeds = np.ones(table.shape[1]) if speeds is None else np.asarray(speeds, float)
-        if not (np.isfinite(self.speeds).all() and (self.speeds > 0).all()):
-            raise PlacementError(f"speeds = {self.speeds}: must be finite and above 0")
-        if tolerance <= 0:
-            raise PlacementError(f"tolerance = {tolerance}: must be above 0")
-        self.graph = ShareGraph.of(table, num_experts)
-        layers = len(table)
-        placed = np.zeros(layers * num_experts, dtype=np.bool_)
-        placed[self.graph.edge_expert] = placed[self.graph.single_expert] = True
-        if not placed.all():
-            layer, expert = divmod(int(np.flatnonzero(~placed)[0]), num_experts)
-            raise PlacementError(f"row {layer} of the table: no rank holds expert {expert}")
-        self._even = even_shares(table, num_experts).ravel()
+        super().__init__(table, num_experts, speeds=speeds, tolerance=tolerance)
         self._components = components(self.graph)
-        expected = np.ones((layers, num_experts)) if nominal is None else nominal
-        self._prepare(self._checked(expected))
+        expected = np.ones((len(table), num_experts)) if nominal is None else nominal
+        self._prepare(self.checked(expected))
 
     def _prepare(self, expected: Floats) -> None:
         """Solves the nominal counts the long way and factorises the network that they use."""
         graph = self.graph
         base = graph.base_loads(expected)
-        demand = expected[graph.edge_expert[graph.starts]]
+        demand = self.demand(expected)
         tokens, _ = pivoted(graph, demand, base, expected, self.speeds, tolerance=self.tolerance)
         levels = (base + graph.edge_loads(tokens)).reshape(len(self.table), -1) / self.speeds
         self._tight = tight_sets(graph, levels, tokens, 1e-6)
-        even = self._even[graph.edge_slot]
+        even = self.even[graph.edge_slot]
         share = np.divide(tokens, demand[graph.group], out=even, where=demand[graph.group] > 0)
         self._nominal_share = feasible(graph, share, np.ones(len(demand)))
         self._conductance = conductance(graph, self._nominal_share, demand, levels.mean(1))
@@ -118,10 +152,10 @@ class ShareSolver:
         Raises:
             PlacementError: wrong shape or values.
         """
-        flat = self._checked(counts)
+        flat = self.checked(counts)
         graph = self.graph
         base = graph.base_loads(flat)
-        demand = flat[graph.edge_expert[graph.starts]]
+        demand = self.demand(flat)
         start = demand[graph.group] * self._nominal_share
         bound = self._component_bound(base + graph.edge_loads(start))
         tokens = equalised(graph, start, base, inverse=self._inverse, conductance=self._conductance)
@@ -133,7 +167,7 @@ class ShareSolver:
             open_layers = np.flatnonzero(largest > bound * (1 + self.tolerance))
         if len(open_layers):
             self._pivot(open_layers, flat, tokens, bound)
-        return self._split(tokens, demand, base + graph.edge_loads(tokens), bound)
+        return self.split(tokens, demand, base + graph.edge_loads(tokens), bound)
 
     def _pivot(self, open_layers: Ints, flat: Floats, tokens: Floats, bound: Floats) -> None:
         """Solves these layers the long way, into ``tokens`` and ``bound``."""
@@ -149,32 +183,12 @@ class ShareSolver:
             tolerance=self.tolerance,
         )
 
-    def _split(self, tokens: Floats, demand: Floats, loads: Floats, bound: Floats) -> Split:
-        shares = self._even.copy()
-        whole = demand[self.graph.group]
-        slot = self.graph.edge_slot
-        shares[slot] = np.divide(tokens, whole, out=shares[slot], where=whole > 0)
-        return Split(
-            shares=shares.reshape(self.table.shape),
-            rank_loads=loads.reshape(self.table.shape[:2]),
-            bound=bound,
-        )
-
     def _component_bound(self, loads: Floats) -> Floats:
         """Load over speed of the fullest group of connected ranks: float64 [num_layers]."""
         speeds = np.tile(self.speeds, len(self.table))
         level = np.bincount(self._components, loads) / np.bincount(self._components, speeds)
         result: Floats = level[self._components].reshape(len(self.table), -1).max(1)
         return result
-
-    def _checked(self, counts: NDArray[np.generic]) -> Floats:
-        shape = (len(self.table), self.num_experts)
-        if counts.shape != shape:
-            raise PlacementError(f"counts: has shape {counts.shape}, must have {shape}")
-        flat = counts.astype(np.float64).ravel()
-        if not (np.isfinite(flat).all() and (flat >= 0).all()):
-            raise PlacementError("counts: must be finite and 0 or more")
-        return flat
 
     def _largest(self, loads: Floats) -> Floats:
         level: Floats = (loads.reshape(len(self.table), -1) / self.speeds).max(1)
@@ -242,6 +256,7 @@ def pivoted(
             speeds=speeds,
         )
         bound[layer] = max(bound[layer], level)
+    best = feasible(graph, best, demand)  # the flow may leave a rounding error unserved
     return best, np.maximum(bound, (base.reshape(layers, -1) / speeds).max(1))
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moeserve_placement.checks import check_integer, check_number
 from moeserve_placement.placement import PlacementError
+
+_MOST_UNEQUAL = 1e4  # fastest over slowest rank: far beyond real machines, safe in float64 powers
+_DEAREST = 1e6  # a copy at this price is never worth it; sums of such prices stay exact enough
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +29,7 @@ class LinkCosts:
 
     def __post_init__(self) -> None:
         for name in ("node", "fabric", "host"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise PlacementError(f"link_costs.{name} = {value}: must be finite and 0 or more")
+            check_number(f"link_costs.{name}", getattr(self, name), low=0, high=_DEAREST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,8 @@ class Topology:
 
     slots_per_rank: expert slots of each rank in every layer; ranks may differ.
     node_of_rank: the node of each rank, numbered from 0; default: all ranks on node 0.
-    speed_of_rank: relative speed, load is divided by it; default: 1 for every rank.
+    speed_of_rank: relative speed, load is divided by it; default: 1 for every rank. The fastest
+    rank may be 10,000 times as fast as the slowest.
     alive: False for a rank that is gone: it holds nothing and gets nothing; default: all alive.
     bytes_per_expert: bytes of one expert of one layer, the cost of one copy.
     link_costs: relative cost of a copied byte by kind of link.
@@ -62,24 +64,31 @@ class Topology:
                     f"{name}: has {len(given)} entries, must have {ranks}, one per rank"
                 )
             object.__setattr__(self, name, given or (default,) * ranks)
-        object.__setattr__(self, "slots_per_rank", tuple(self.slots_per_rank))
+        for name in ("slots_per_rank", "node_of_rank"):
+            checked = tuple(
+                check_integer(f"{name}[{rank}]", value, low=0)
+                for rank, value in enumerate(getattr(self, name))
+            )
+            object.__setattr__(self, name, checked)
         self._check_values()
 
     def _check_values(self) -> None:
-        if not self.slots_per_rank or min(self.slots_per_rank) < 0:
-            raise PlacementError(
-                f"slots_per_rank = {self.slots_per_rank}: must name a rank and be 0 or more"
-            )
+        if not self.slots_per_rank:
+            raise PlacementError("slots_per_rank = (): must name a rank")
         nodes = sorted(set(self.node_of_rank))
         if nodes != list(range(len(nodes))):
             raise PlacementError(f"node_of_rank: nodes {nodes} must be numbered 0, 1, 2, ...")
         for rank, speed in enumerate(self.speed_of_rank):
-            if not (math.isfinite(speed) and speed > 0):
-                raise PlacementError(f"speed_of_rank[{rank}] = {speed}: must be finite and above 0")
+            check_number(f"speed_of_rank[{rank}]", speed, low=1e-100, high=1e100)
+        slowest, fastest = min(self.speed_of_rank), max(self.speed_of_rank)
+        if fastest / _MOST_UNEQUAL > slowest:
+            raise PlacementError(
+                f"speed_of_rank: goes from {slowest:g} to {fastest:g}, the fastest rank must be at "
+                f"most {_MOST_UNEQUAL:,.0f} times as fast as the slowest"
+            )
         if not any(self.alive):
             raise PlacementError("alive: at least one rank must be alive")
-        if self.bytes_per_expert < 1:
-            raise PlacementError(f"bytes_per_expert = {self.bytes_per_expert}: must be at least 1")
+        check_integer("bytes_per_expert", self.bytes_per_expert, low=1)
 
     @classmethod
     def uniform(
@@ -97,8 +106,7 @@ class Topology:
             PlacementError: a count is below 1, or more nodes than ranks.
         """
         for name, value in (("num_ranks", num_ranks), ("slots", slots), ("num_nodes", num_nodes)):
-            if value < 1:
-                raise PlacementError(f"{name} = {value}: must be at least 1")
+            check_integer(name, value, low=1)
         if num_nodes > num_ranks:
             raise PlacementError(f"num_nodes = {num_nodes}: must be at most {num_ranks}, the ranks")
         return cls(
@@ -141,6 +149,11 @@ class Topology:
         return scaled
 
     @property
+    def divisors(self) -> NDArray[np.float64]:
+        """What turns the load of a rank into its level: its speed, 1 where it is gone."""
+        return np.where(self.alive, self.speeds, 1.0)
+
+    @property
     def nodes(self) -> NDArray[np.int64]:
         """The node of each rank: int64 [num_ranks]."""
         return np.asarray(self.node_of_rank, dtype=np.int64)
@@ -157,9 +170,10 @@ class Topology:
         """The same machine with these ranks gone.
 
         Raises:
-            PlacementError: no rank would be left.
+            PlacementError: no such rank, or no rank would be left.
         """
-        gone = set(ranks)
+        last = self.num_ranks - 1
+        gone = {check_integer("ranks gone", rank, low=0, high=last) for rank in ranks}
         return Topology(
             slots_per_rank=self.slots_per_rank,
             node_of_rank=self.node_of_rank,

@@ -64,6 +64,16 @@ def test_planned_shares_come_close_to_the_exact_optimum(seed: int) -> None:
     assert exact_optimum(load, topology, split="even") >= exact - 1e-6
 
 
+@pytest.mark.parametrize("bad", [[1.0, np.nan], [1.0, np.inf], [-5.0, 1.0]])
+def test_bounds_of_what_is_no_load_are_refused(bad: list[float]) -> None:
+    with pytest.raises(ValueError, match="load: must be finite and 0 or more"):
+        lower_bound(np.array([bad]), Topology.uniform(2, 1))
+    with pytest.raises(ValueError, match="load: must be finite and 0 or more"):
+        exact_optimum(np.array(bad), Topology.uniform(2, 1))
+    with pytest.raises(ValueError, match=r"load: has shape \(2,\)"):
+        lower_bound(np.array(bad), Topology.uniform(2, 1))
+
+
 def test_unknown_split_is_named() -> None:
     with pytest.raises(ValueError, match="split = 'odd'"):
         exact_optimum(np.ones(2), Topology.uniform(2, 1), split="odd")

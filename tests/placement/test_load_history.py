@@ -93,8 +93,44 @@ def test_a_sparse_window_is_pulled_to_the_slow_average() -> None:
     assert many.max() > 0.99
 
 
+def test_pairs_are_held_against_the_windows_they_came_with() -> None:
+    """Windows without pairs change the averages, not how many pairs a token is known to make."""
+    history = LoadHistory([0], 3, slow_weight=0.5)
+    assert not history.has_coactivation and history.coactivation_load is None
+    load = np.array([[4.0, 4.0, 8.0]])
+    pairs = np.array([[[0.0, 4, 4], [4, 0, 4], [4, 4, 0]]])
+    history.observe(load, pairs)
+    for _ in range(5):
+        history.observe(load * 100)
+    assert history.has_coactivation
+    np.testing.assert_allclose(history.coactivation_load, load)
+    np.testing.assert_allclose(history.coactivation, pairs)
+    history.observe(load * 3, pairs * 3)
+    found, together = history.coactivation_load, history.coactivation
+    assert found is not None and together is not None
+    np.testing.assert_allclose(together / found.sum(), pairs / load.sum())
+
+
+@pytest.mark.parametrize("layers", [[0, 0], [-1], [], [1.5], ["0"]])
+def test_layers_that_are_no_model_layers_are_refused(layers: list[int]) -> None:
+    with pytest.raises(ValueError, match="layer_ids"):
+        LoadHistory(layers, 2)
+
+
 @pytest.mark.parametrize(
-    "options", [{"fast_weight": 0}, {"slow_weight": 2}, {"window": 0}, {"novelty": -1}]
+    "options",
+    [
+        {"fast_weight": 0},
+        {"fast_weight": float("nan")},
+        {"slow_weight": 2},
+        {"window": 0},
+        {"window": 2.5},
+        {"reservoir_size": -1},
+        {"novelty": -1},
+        {"novelty": float("nan")},
+        {"prior_tokens": float("nan")},
+        {"prior_tokens": float("inf")},
+    ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

@@ -70,6 +70,29 @@ def test_shares_add_up_and_give_the_stated_loads(case: tuple[np.ndarray, ...]) -
     np.testing.assert_allclose(loads, found.rank_loads, rtol=1e-9, atol=1e-9)
 
 
+@settings(max_examples=150, deadline=None)
+@given(cases(), st.integers(0, 2**32 - 1))
+def test_no_expert_is_forgotten_beside_counts_that_are_enormous(
+    case: tuple[np.ndarray, ...], seed: int
+) -> None:
+    """Counts from 1e-30 to 1e30: of the small ones a solve knows only rounding errors."""
+    _, table, speeds = case
+    rng = np.random.default_rng(seed)
+    shape = (len(table), int(table.max()) + 1)
+    counts, other = 10.0 ** rng.uniform(-30, 30, (2, *shape))
+    splits = (
+        balanced_shares(counts, table, speeds=speeds),
+        ShareSolver(table, shape[1], speeds=speeds).solve(counts),
+        ShareSolver(table, shape[1], speeds=speeds, nominal=other).solve(counts),
+    )
+    for split in splits:
+        for row in range(len(table)):
+            for expert in range(shape[1]):
+                assert split.shares[row][table[row] == expert].sum() == pytest.approx(1.0)
+            exact = best_level(counts[row], table[row], speeds)
+            assert (split.rank_loads[row] / speeds).max() <= exact * (1 + 2e-6)
+
+
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.integers(0, 2**32 - 1))
 def test_solver_made_for_other_counts_finds_the_same_level(

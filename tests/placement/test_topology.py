@@ -1,8 +1,6 @@
-"""Topology, plans and the npz form: what they accept and what they say."""
+"""Topology and plans: what they accept and what they say."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeserve_placement.placement import Placement
-from moeserve_placement.placement_npz import load_npz, save_npz
 from moeserve_placement.plan import apply_moves
 from moeserve_placement.planners.base import linear_table
-from moeserve_placement.slot_table import even_shares, slot_table, to_placement
+from moeserve_placement.slot_table import slot_table, to_placement
 from moeserve_placement.topology import LinkCosts, Topology
 
 
@@ -37,6 +34,16 @@ def test_linear_fits_every_topology_and_round_trips(case: tuple[int, Topology]) 
         ({"slots_per_rank": (1,), "speed_of_rank": (0.0,)}, "speed_of_rank"),
         ({"slots_per_rank": (1,), "alive": (False,)}, "at least one rank"),
         ({"slots_per_rank": (1,), "bytes_per_expert": 0}, "bytes_per_expert"),
+        ({"slots_per_rank": (1,), "bytes_per_expert": 1.5}, "bytes_per_expert = 1.5"),
+        ({"slots_per_rank": (2.5, 2)}, r"slots_per_rank\[0\] = 2.5: must be an integer"),
+        ({"slots_per_rank": (2, True)}, r"slots_per_rank\[1\] = True"),
+        ({"slots_per_rank": (1,), "node_of_rank": (0.0,)}, r"node_of_rank\[0\] = 0.0"),
+        ({"slots_per_rank": (1,), "speed_of_rank": (float("nan"),)}, r"speed_of_rank\[0\] = nan"),
+        ({"slots_per_rank": (1,), "speed_of_rank": ("1",)}, r"speed_of_rank\[0\] = '1'"),
+        (
+            {"slots_per_rank": (1, 1), "speed_of_rank": (1.0, 1.1e4)},
+            "from 1 to 11000, the fastest rank must be at most 10,000 times as fast",
+        ),
     ],
 )
 def test_impossible_topologies_are_named(options: dict[str, object], text: str) -> None:
@@ -49,42 +56,20 @@ def test_speeds_have_mean_one_over_ranks_alive() -> None:
         slots_per_rank=(1, 1, 1), speed_of_rank=(1.0, 3.0, 9.0), alive=(True, True, False)
     )
     np.testing.assert_allclose(topology.speeds, [0.5, 1.5, 0.0])
+    assert topology.divisors.tolist() == [0.5, 1.5, 1.0]
     assert topology.without([0]).usable_slots.tolist() == [0, 1, 0]
 
 
-def test_negative_link_cost_is_refused() -> None:
+@pytest.mark.parametrize("rank", [77, 2, -1, 0.5])
+def test_only_ranks_that_there_are_can_go(rank: int) -> None:
+    with pytest.raises(ValueError, match=f"ranks gone = {rank}: must be an integer from 0 to 1"):
+        Topology.uniform(2, 2).without([rank])
+
+
+@pytest.mark.parametrize("cost", [-1.0, float("nan"), float("inf"), 1e9])
+def test_impossible_link_costs_are_refused(cost: float) -> None:
     with pytest.raises(ValueError, match=r"link_costs\.fabric"):
-        LinkCosts(fabric=-1.0)
-
-
-def test_npz_keeps_unequal_ranks_and_shares(tmp_path: Path) -> None:
-    layers = {2: ((0, 1, None), (1,), ()), 5: ((1, None), (0, 1), (None,))}
-    placement = Placement(num_experts=2, layers=layers)
-    shares = even_shares(slot_table(placement, [2, 5]), 2)
-    save_npz(tmp_path / "a.npz", placement, shares=shares)
-    loaded, loaded_shares = load_npz(tmp_path / "a.npz")
-    assert loaded == placement
-    np.testing.assert_array_equal(loaded_shares, shares)
-    save_npz(tmp_path / "b.npz", placement)
-    assert load_npz(tmp_path / "b.npz") == (placement, None)
-
-
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"no", b"\x80\x04N."])
-def test_broken_npz_is_one_clear_error(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "bad.npz"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"placement file .*bad\.npz"):
-        load_npz(path)
-
-
-def test_npz_of_other_arrays_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "other.npz"
-    np.savez(path, slots=np.zeros(3))
-    with pytest.raises(ValueError, match="is not a placement"):
-        load_npz(path)
-    np.savez(path, slots=np.array([object()], dtype=object))
-    with pytest.raises(ValueError, match=r"other\.npz"):
-        load_npz(path)
+        LinkCosts(fabric=cost)
 
 
 def test_moves_of_another_placement_are_refused() -> None:

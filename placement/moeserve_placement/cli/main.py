@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from moeserve_placement.cli import paging, placement, trace
+from moeserve_placement.report.words import printable
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -18,7 +19,8 @@ class LibraryGroup(click.Group):
     """A group whose commands report errors of the library in one line, with exit code 2.
 
     ValueError is a setting or a file that is not valid, OSError a file that can not be read or
-    written. Anything else is a bug and keeps its traceback.
+    written, MemoryError and OverflowError a setting or a file too large for this machine. Anything
+    else is a bug and keeps its traceback.
     """
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -27,17 +29,19 @@ class LibraryGroup(click.Group):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # the reader of our output has left: click ends quietly
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, MemoryError, OverflowError) as error:
             click.echo(f"error: {one_line(error)}", err=True)
             ctx.exit(2)
 
 
-def one_line(error: ValueError | OSError) -> str:
+def one_line(error: Exception) -> str:
     """The text of an error without line breaks; of the system's, "file: reason"."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-    return " ".join(text.split()) or type(error).__name__
+    if isinstance(error, MemoryError | OverflowError):
+        text = f"too large for this machine: {text or type(error).__name__}"
+    return printable(" ".join(text.split())) or type(error).__name__
 
 
 @click.group("placement", cls=LibraryGroup, context_settings=CONTEXT)

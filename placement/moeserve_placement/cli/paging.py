@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from moeserve_placement.cli.shared import (
+    PATH,
+    print_json,
+    print_line,
+    progress_bar,
+    read_options,
+    take_read_options,
+)
 from moeserve_placement.paging.prefetch import PrefetchRule
 from moeserve_placement.paging.stall import StallModel
 from moeserve_placement.paging.study import (
@@ -21,10 +29,10 @@ from moeserve_placement.paging.study import (
     StudyOptions,
     StudyRow,
     default_policies,
+    left_out_predictors,
     run_study,
 )
 from moeserve_placement.traces import open_trace
-from moeserve_placement.traces.options import ReadOptions
 from moeserve_placement.traces.trace import RoutingTrace
 
 _STALL, _RULE = StallModel(), PrefetchRule()
@@ -46,12 +54,18 @@ class _List(click.ParamType[Any]):
             self.fail(f"{value!r} is not a list of {self.name}, separated by commas", param, ctx)
 
 
-_INTEGERS = _List(int, "INTEGERS")
+def _integer(text: str) -> int:
+    if not re.fullmatch("[+-]?[0-9]{1,18}", text):
+        raise ValueError
+    return int(text)
+
+
+_INTEGERS = _List(_integer, "INTEGERS")
 _NAMES = _List(str, "NAMES")
 
 
 @click.command()
-@click.argument("trace", type=click.Path(path_type=Path))
+@click.argument("trace", type=PATH)
 @click.option("--capacity", "capacities", type=_INTEGERS, required=True, help="Experts per layer.")
 @click.option("--batch", "batches", type=_INTEGERS, default="1,8,32", show_default=True)
 @click.option("--policies", type=_NAMES, help=f"Of {', '.join(POLICIES)}. Default: all that can.")
@@ -77,9 +91,7 @@ _NAMES = _List(str, "NAMES")
 @click.option("--shared-pool/--no-shared-pool", default=True, help="Also one pool over all layers.")
 @click.option("--train-share", default=0.5, show_default=True, help="Sequences to learn from.")
 @click.option("--seed", default=0, show_default=True, help="Of the split and of random eviction.")
-@click.option("--num-experts", type=int, help="Logical experts, where the file lacks them.")
-@click.option("--top-k", type=int, help="Experts per token (ESFT logs).")
-@click.option("--select", help="Only the arrays of a raw npz whose name starts so.")
+@read_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def paging(trace: Path, as_json: bool, **settings: Any) -> None:
     """Play TRACE against expert caches: hit rates, stalls, and how far from the optimum.
@@ -87,17 +99,16 @@ def paging(trace: Path, as_json: bool, **settings: Any) -> None:
     Learns on a random part of the sequences and scores the others. Every layer has a cache of
     --capacity experts; --batch sequences are decoded together.
     """
-    reading = {name: settings.pop(name) for name in ("num_experts", "top_k", "select")}
-    data = open_trace(trace, ReadOptions(**reading))
+    data = open_trace(trace, take_read_options(settings))
     if not isinstance(data, RoutingTrace):
         raise ValueError(
             f"{trace}: holds counts per window; paging needs the experts of each token"
         )
     options = _options(data, settings)
-    with _progress_bar(as_json) as bar:
-        rows = run_study(data, options, progress=_reporter(bar))
+    with progress_bar() as report:
+        rows = run_study(data, options, progress=report)
     if as_json:
-        click.echo(json.dumps(_document(trace, options, rows), indent=2))
+        print_json(_document(trace, options, rows))
         return
     _print(_console(), data, options, rows)
 
@@ -117,10 +128,19 @@ def _options(data: RoutingTrace, settings: dict[str, Any]) -> StudyOptions:
     )
     rule = PrefetchRule(pollution=settings.pop("pollution"))
     policies = settings.pop("policies") or _policies_that_can(data.num_experts)
-    predictors = settings.pop("predictors") or PREDICTORS
-    return StudyOptions(
-        stall=stall, rule=rule, policies=policies, predictors=predictors, **settings
+    predictors = settings.pop("predictors")
+    options = StudyOptions(
+        stall=stall, rule=rule, policies=policies, predictors=predictors or PREDICTORS, **settings
     )
+    return replace(options, predictors=_predictors_that_can(data, options))
+
+
+def _predictors_that_can(data: RoutingTrace, options: StudyOptions) -> tuple[str, ...]:
+    """Those of the options that can run on the trace; says on stderr which are left out."""
+    reasons = left_out_predictors(data, options)
+    for name, reason in reasons.items():
+        click.echo(f"left out: {name}, {reason}", err=True)
+    return tuple(name for name in options.predictors if name not in reasons)
 
 
 def _policies_that_can(num_experts: int) -> tuple[str, ...]:
@@ -130,29 +150,6 @@ def _policies_that_can(num_experts: int) -> tuple[str, ...]:
         if name not in policies:
             click.echo(f"left out: {name}, {num_experts} experts a layer are too many", err=True)
     return policies
-
-
-def _progress_bar(as_json: bool) -> Progress:
-    """On a terminal only, and on stderr, so that output can be piped."""
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total} steps"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-
-
-def _reporter(bar: Progress) -> Callable[[str, int, int], None]:
-    task = bar.add_task("starting", total=None)
-
-    def report(label: str, done: int, total: int) -> None:
-        bar.update(task, description=label, completed=done, total=total)
-
-    return report
 
 
 def _document(trace: Path, options: StudyOptions, rows: list[StudyRow]) -> dict[str, Any]:
@@ -183,7 +180,7 @@ def _print(
         f"a layer computes for {stall.compute_us_per_layer:.0f} us",
     )
     for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print_line(console, line)
     for key in dict.fromkeys(_key(row) for row in rows):
         console.print(_table(data, [row for row in rows if _key(row) == key]))
     console.print(_LEGEND, highlight=False, markup=False)

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
+from click.core import ParameterSource
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from moeserve_placement.cli import placement_options as options
 from moeserve_placement.cli.placement_tables import print_comparison
+from moeserve_placement.cli.shared import (
+    PATH,
+    check_least,
+    check_pairs,
+    check_windows,
+    print_json,
+    progress_bar,
+    read_options,
+    take_read_options,
+)
 from moeserve_placement.load import LoadHistory
 from moeserve_placement.placement import Placement, PlacementError
-from moeserve_placement.placement_npz import load_npz, save_npz
 from moeserve_placement.plan import Plan
+from moeserve_placement.planners.base import Budget
 from moeserve_placement.replay.play import compare as compare_planners
 from moeserve_placement.replay.play import observe
 from moeserve_placement.replay.results_json import save_json, to_dict
@@ -25,36 +35,22 @@ from moeserve_placement.replay.settings import ORDERS, STARTS, ReplaySettings
 from moeserve_placement.report.explain import explain as explain_plan
 from moeserve_placement.report.html import check_folder, check_report, save_report
 from moeserve_placement.report.plan_file import PlanFile, load_plan, save_plan
-from moeserve_placement.report.words import bytes_words, topology_words
+from moeserve_placement.report.words import bytes_words, printable, topology_words
 from moeserve_placement.slot_table import Floats
 from moeserve_placement.topology import Topology
 from moeserve_placement.traces.convert import summary
 from moeserve_placement.traces.detect import open_any, open_trace
+from moeserve_placement.traces.files import write_text
 from moeserve_placement.traces.options import ReadOptions
+from moeserve_placement.traces.placement_npz import save_npz
 from moeserve_placement.traces.trace import CountTrace, RoutingTrace
 
-_PATH = click.Path(path_type=Path)
-_READ_OPTIONS = [
-    click.option("--num-experts", type=int, help="Logical experts, where the file lacks them."),
-    click.option("--top-k", type=int, help="Experts per token (ESFT logs)."),
-    click.option("--select", help="Only the arrays of a raw npz whose name starts so."),
-]
-
-
-def _read_options(command: Any) -> Any:
-    for option in reversed(_READ_OPTIONS):
-        command = option(command)
-    return command
-
-
-def _open(
-    path: Path, num_experts: int | None, top_k: int | None, select: str | None
-) -> RoutingTrace | CountTrace:
-    return open_trace(path, ReadOptions(num_experts=num_experts, top_k=top_k, select=select))
+_PLACEMENTS = (".json", ".npz")
+_NOT_WITH_HOLDOUT = ("interval", "warmup", "history")
 
 
 @click.command()
-@click.argument("trace", type=_PATH)
+@click.argument("trace", type=PATH)
 @click.option(
     "--planners",
     default="eplb,flashlb,scenario",
@@ -120,15 +116,15 @@ def _open(
     show_default=True,
     help="Bytes of a token's hidden state on the wire.",
 )
-@click.option("--json", "json_path", type=_PATH, help="Write results as JSON; - prints them.")
+@click.option("--json", "json_path", type=PATH, help="Write results as JSON; - prints them.")
 @click.option(
     "--report",
     "reports",
-    type=_PATH,
+    type=PATH,
     multiple=True,
     help="Write a self-contained .html or .png report (needs the extra 'plot').",
 )
-@_read_options
+@read_options
 def compare(trace: Path, json_path: Path | None, reports: tuple[Path, ...], **given: Any) -> None:
     """Play TRACE against planners: plan on the past, score on what comes next.
 
@@ -137,7 +133,7 @@ def compare(trace: Path, json_path: Path | None, reports: tuple[Path, ...], **gi
     check_report(reports)
     if json_path is not None:
         check_folder("json", json_path)
-    read = {name: given.pop(name) for name in ("num_experts", "top_k", "select")}
+    reading = take_read_options(given)
     machine = ("ranks", "slots", "nodes", "speeds", "gone", "expert_bytes")
     topology = options.make_topology(**{name: given.pop(name) for name in machine})
     planners, seeds = options.planners(given.pop("planners")), options.seeds(given.pop("seeds"))
@@ -147,9 +143,10 @@ def compare(trace: Path, json_path: Path | None, reports: tuple[Path, ...], **gi
         token_bytes=options.num_bytes("token_bytes", given.pop("token_bytes")),
         **given,
     )
-    data = _open(trace, **read)
-    with _progress() as bar:
-        task = bar.add_task("replay", total=None)
+    _check_given(settings)
+    data = open_trace(trace, reading)
+    _check_load_size(data, settings.window_tokens, topology, reading)
+    with progress_bar() as report:
         comparison = compare_planners(
             data,
             planners,
@@ -159,22 +156,23 @@ def compare(trace: Path, json_path: Path | None, reports: tuple[Path, ...], **gi
             seeds=seeds,
             name=trace.name,
             facts={"content": summary(data)},
-            progress=lambda done, total, text: _advance(bar, task, done, total, text),
+            progress=lambda done, total, text: report(text, done, total),
         )
-    if json_path is not None and str(json_path) == "-":
-        click.echo(json.dumps(to_dict(comparison), allow_nan=False))
-        return
-    print_comparison(comparison, Console())
-    if json_path is not None:
+    only_json = str(json_path) == "-"
+    if not only_json:
+        print_comparison(comparison, Console())
+    if json_path is not None and not only_json:
         save_json(comparison, json_path)
         click.echo(f"{json_path}: results")
     for path in reports:
         save_report(comparison, path)
-        click.echo(f"{path}: report")
+        click.echo(f"{path}: report", err=only_json)
+    if only_json:
+        print_json(to_dict(comparison), indent=None)
 
 
 @click.command()
-@click.argument("trace", type=_PATH)
+@click.argument("trace", type=PATH)
 @click.option(
     "--planner",
     default="scenario",
@@ -197,18 +195,16 @@ def compare(trace: Path, json_path: Path | None, reports: tuple[Path, ...], **gi
     show_default=True,
     help="Mixed: TRACE is a sample of what may come at any time; recorded: its end counts most.",
 )
-@click.option(
-    "--current", type=_PATH, help="Placement in place, of any format; none: from nothing."
-)
+@click.option("--current", type=PATH, help="Placement in place, of any format; none: from nothing.")
 @click.option(
     "--budget",
     default="none",
     show_default=True,
     help="Copies (64 or 6/layer) or bytes (1GB); only with --current.",
 )
-@click.option("--out", type=_PATH, help="Write the placement: .json, or .npz (with its shares).")
-@click.option("--plan", "plan_path", type=_PATH, help="Write the plan: moves, sizes, load (JSON).")
-@_read_options
+@click.option("--out", type=PATH, help="Write the placement: .json, or .npz (with its shares).")
+@click.option("--plan", "plan_path", type=PATH, help="Write the plan: moves, sizes, load (JSON).")
+@read_options
 def plan(
     trace: Path,
     planner: str,
@@ -225,22 +221,27 @@ def plan(
 
     Without --out the placement is printed as JSON.
     """
-    for name, path in (("out", out), ("plan", plan_path)):
-        if path is not None:
-            check_folder(name, path)
-    read = {name: given.pop(name) for name in ("num_experts", "top_k", "select")}
+    _check_targets(out, plan_path)
+    check_least("history", history)
+    check_least("window", window)
+    reading = take_read_options(given)
     topology = options.make_topology(**given)
     specs = options.planners(planner)
     if len(specs) != 1:
         raise PlacementError(f"planner = {planner!r}: must be one planner")
-    data = _open(trace, **read)
+    data = open_trace(trace, reading)
+    _check_load_size(data, window, topology, reading)
     limits = options.budgets(budget, data.num_layers)
     if len(limits) != 1:
         raise PlacementError(f"budget = {budget!r}: must be one budget")
+    if current is None and limits[0].budget != Budget():
+        raise PlacementError(
+            f"budget = {budget!r}: goes with --current only, from nothing every expert is copied"
+        )
     seen = LoadHistory(data.layer_ids, data.num_experts, window=history)
     for part in all_windows(data, window, mixed=order == "mixed"):
         observe(seen, part, topology)
-    now = None if current is None else _open_placement(current, topology)
+    now = None if current is None else _open_placement(current, topology, reading)
     result = specs[0].make().plan(seen, topology, current=now, budget=limits[0].budget)
     if plan_path is not None:
         save_plan(plan_path, PlanFile.of(result, topology, _load(seen)))
@@ -257,7 +258,7 @@ def plan(
 
 
 @click.command()
-@click.argument("plan", type=_PATH)
+@click.argument("plan", type=PATH)
 @click.option("--layer", "layers", type=int, multiple=True, help="Only these layers.")
 @click.option("--limit", type=int, help="At most so many sentences.")
 def explain(plan: Path, layers: tuple[int, ...], limit: int | None) -> None:
@@ -267,33 +268,42 @@ def explain(plan: Path, layers: tuple[int, ...], limit: int | None) -> None:
     sentences = list(explain_plan(load_plan(plan), layers=set(layers) or None))
     shown = sentences if limit is None else sentences[: limit + 1]
     for sentence in shown:
-        click.echo(sentence)
+        click.echo(printable(sentence))
     if len(shown) < len(sentences):
         click.echo(f"... and {len(sentences) - len(shown)} more")
 
 
-def _progress() -> Progress:
-    """A bar on the error stream, so that results can be piped; none where that is no terminal."""
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+def _check_given(settings: ReplaySettings) -> None:
+    """Refuses options that were given and would have no effect."""
+    context = click.get_current_context()
+    for name in _NOT_WITH_HOLDOUT if settings.order == "holdout" else ():
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise PlacementError(
+                f"{name} = {getattr(settings, name)}: has no effect with order = 'holdout', which "
+                "plans once on all windows of the first halves; leave it out"
+            )
 
 
-def _advance(bar: Progress, task: TaskID, done: int, total: int, text: str) -> None:
-    bar.update(task, completed=done, total=total, description=text)
+def _check_load_size(
+    data: RoutingTrace | CountTrace, window: int, topology: Topology, reading: ReadOptions
+) -> None:
+    """Refuses traces whose counts, or whose pairs of experts, would not fit in memory."""
+    check_windows(data, window, reading)
+    if topology.num_nodes > 1:
+        check_pairs(data, num_tables=data.num_layers)
 
 
-def _open_placement(path: Path, topology: Topology) -> Placement:
-    if path.suffix == ".npz":
-        return load_npz(path)[0]
-    found = open_any(path, ReadOptions(num_ranks=topology.num_ranks))
+def _check_targets(out: Path | None, plan_path: Path | None) -> None:
+    """Fails before any work where a file could not be written at the end."""
+    for name, path in (("out", out), ("plan", plan_path)):
+        if path is not None:
+            check_folder(name, path)
+    if out is not None and out.suffix not in _PLACEMENTS:
+        raise PlacementError(f"out = {out}: the name must end in {' or '.join(_PLACEMENTS)}")
+
+
+def _open_placement(path: Path, topology: Topology, reading: ReadOptions) -> Placement:
+    found = open_any(path, replace(reading, num_ranks=topology.num_ranks))
     if not isinstance(found, Placement):
         raise PlacementError(f"{path}: is a trace, not a placement")
     return found
@@ -303,10 +313,8 @@ def _save_placement(path: Path, plan: Plan) -> None:
     if path.suffix == ".npz":
         order = np.argsort(plan.layer_ids)
         save_npz(path, plan.placement, shares=None if plan.shares is None else plan.shares[order])
-    elif path.suffix == ".json":
-        plan.placement.save(path)
     else:
-        raise PlacementError(f"{path}: the name of a placement must end in .json or .npz")
+        write_text(path, plan.placement.to_json())
 
 
 def _load(history: LoadHistory) -> Floats:

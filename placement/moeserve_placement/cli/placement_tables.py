@@ -6,6 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from moeserve_placement.cli.shared import plain, print_line
 from moeserve_placement.replay.results import Comparison
 from moeserve_placement.replay.summary import (
     CostRow,
@@ -32,18 +33,14 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     if not console.is_terminal:
         console.width = max(console.width, _PIPED_WIDTH)
     for line in header_lines(comparison):
-        _line(console, line)
+        print_line(console, line)
     console.print(_balance_table(comparison))
     console.print(_cost_table(comparison))
     domains = _domain_table(comparison)
     if domains is not None:
         console.print(domains)
     for sentence in [*findings(comparison), *comparison.notes]:
-        _line(console, sentence)
-
-
-def _line(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+        print_line(console, sentence)
 
 
 def _table(title: str, caption: str) -> Table:
@@ -61,7 +58,7 @@ def _table(title: str, caption: str) -> Table:
 
 def _add_columns(table: Table, names: list[str]) -> None:
     for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(plain(name), justify="right", no_wrap=True)
 
 
 def _balance_table(comparison: Comparison) -> Table:
@@ -80,7 +77,8 @@ def _balance_table(comparison: Comparison) -> Table:
     for row in balance_rows(comparison):
         if before and row.label != before and len(row_sizes) > 1:
             table.add_section()
-        cells = ["" if row.label == before else row.label, split_words(row.split)]
+        label = plain("" if row.label == before else row.label)
+        cells = [split_words(row.split)]
         if len(sizes) > 1:
             cells.append(batch_words(row.batch_size))
         cells += [
@@ -91,7 +89,7 @@ def _balance_table(comparison: Comparison) -> Table:
             spread_words(row.balancedness_vllm),
             f"{row.time_lost.mean:.1%}",
         ]
-        table.add_row(*cells)
+        table.add_row(label, *cells)
         before = row.label
     return table
 
@@ -111,7 +109,7 @@ def _cost_table(comparison: Comparison) -> Table:
         names += ["nodes/token", "fewest", "node imb."]
     _add_columns(table, names)
     for row in rows:
-        table.add_row(*_cost_cells(row, names))
+        table.add_row(plain(row.label), *_cost_cells(row, names))
     return table
 
 
@@ -144,7 +142,7 @@ def _cost_cells(row: CostRow, names: list[str]) -> list[str]:
         "fewest": spread_words(row.nodes_per_token_fewest, digits=2),
         "node imb.": spread_words(row.node_imbalance),
     }
-    return [row.label, *(cells[name] for name in names)]
+    return [cells[name] for name in names]
 
 
 def _domain_table(comparison: Comparison) -> Table | None:
@@ -155,5 +153,6 @@ def _domain_table(comparison: Comparison) -> Table | None:
     table = _table("Imbalance by domain", "mean, fixed split")
     _add_columns(table, names)
     for label, row in rows.items():
-        table.add_row(label, *(f"{row[name]:.3f}" if name in row else "-" for name in names))
+        cells = (f"{row[name]:.3f}" if name in row else "-" for name in names)
+        table.add_row(plain(label), *cells)
     return table

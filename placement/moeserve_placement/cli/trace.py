@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,59 +10,56 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from moeserve_placement.cli.shared import (
+    PATH,
+    check_least,
+    check_pairs,
+    check_windows,
+    print_json,
+    print_line,
+    read_options,
+    take_read_options,
+)
+from moeserve_placement.report.words import printable
 from moeserve_placement.traces.convert import convert as convert_file
 from moeserve_placement.traces.convert import summary
 from moeserve_placement.traces.detect import FORMATS, open_trace
-from moeserve_placement.traces.files import MAX_BYTES
 from moeserve_placement.traces.format import write_trace
 from moeserve_placement.traces.info import LayerInfo, TraceInfo, describe
 from moeserve_placement.traces.mix import MixSpec, mix_under_clock, poisson_clock, read_clock
-from moeserve_placement.traces.options import ReadOptions
 from moeserve_placement.traces.synth import KINDS, SynthSpec, synthesize
 from moeserve_placement.traces.trace import RoutingTrace, TraceError
 
-_PATH = click.Path(path_type=Path)
-_READ_OPTIONS = [
-    click.option("--num-experts", type=int, help="Logical experts, where the file lacks them."),
-    click.option("--top-k", type=int, help="Experts per token (ESFT logs)."),
-    click.option("--select", help="Only the arrays of a raw npz whose name starts so."),
-    click.option("--first-layer", type=int, default=0, help="Model layer index of the first."),
-    click.option("--max-bytes", type=int, default=MAX_BYTES, help="Limit on one array in memory."),
-]
-
-
-def _read_options(command: Any) -> Any:
-    for option in reversed(_READ_OPTIONS):
-        command = option(command)
-    return command
-
 
 @click.command()
-@click.argument("trace", type=_PATH)
+@click.argument("trace", type=PATH)
 @click.option("--window", type=int, default=2048, help="Tokens per window, for drift.")
 @click.option("--top", type=int, help="Experts in the top share; default: top_k.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@_read_options
+@read_options
 def info(trace: Path, window: int, top: int | None, as_json: bool, **options: Any) -> None:
     """Show the skew, drift and co-activation of TRACE, layer by layer.
 
     TRACE is a file of any known format, or a folder of ESFT logs.
     """
-    data = open_trace(trace, ReadOptions(**options))
+    check_least("window", window)
+    reading = take_read_options(options)
+    data = open_trace(trace, reading)
+    check_windows(data, window, reading)
+    check_pairs(data, num_tables=4)
     found = describe(data, window_tokens=window, top=top)
     if as_json:
-        click.echo(json.dumps(found.to_dict(), indent=2))
+        print_json(found.to_dict())
         return
     console = Console()
-    console.print(f"{trace}: {summary(data)}", highlight=False, markup=False, soft_wrap=True)
-    for line in _facts(found):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for line in (f"{trace}: {summary(data)}", *_facts(found)):
+        print_line(console, line)
     console.print(_table(found))
 
 
 @click.command()
 @click.argument("kind", type=click.Choice([*KINDS, "mix"]))
-@click.argument("target", type=_PATH)
+@click.argument("target", type=PATH)
 @click.option("--tokens", "num_tokens", type=int, help="Tokens.")
 @click.option("--layers", "num_layers", type=int, help="MoE layers.")
 @click.option("--experts", "num_experts", type=int, help="Logical experts per layer.")
@@ -78,8 +74,8 @@ def info(trace: Path, window: int, top: int | None, as_json: bool, **options: An
 @click.option("--sequence-length", type=int, help="Tokens per sequence.")
 @click.option("--rate", "requests_per_s", type=float, help="Arrivals per second.")
 @click.option("--seed", type=int, help="Seed; equal seeds give equal traces.")
-@click.option("--source", type=_PATH, help="Recorded trace with labels (mix).")
-@click.option("--clock", type=_PATH, help="Request trace that gives the arrivals (mix).")
+@click.option("--source", type=PATH, help="Recorded trace with labels (mix).")
+@click.option("--clock", type=PATH, help="Request trace that gives the arrivals (mix).")
 @click.option("--requests", type=int, help="Requests to draw (mix).")
 @click.option("--cycle", "cycle_s", type=float, help="Seconds for all domains (mix).")
 @click.option("--focus", type=float, help="Share on the domain whose turn it is (mix).")
@@ -95,16 +91,16 @@ def synth(kind: str, target: Path, as_json: bool, **settings: Any) -> None:
     write_trace(target, trace)
     facts = {key: value for key, value in trace.metadata.items() if key.startswith("synth_")}
     if as_json:
-        click.echo(json.dumps({"path": str(target), **facts}, indent=2))
+        print_json({"path": str(target), **facts})
         return
     click.echo(f"{target}: {summary(trace)}")
     for key, value in facts.items():
-        click.echo(f"  {key.removeprefix('synth_').replace('_', ' ')}: {value}")
+        click.echo(printable(f"  {key.removeprefix('synth_').replace('_', ' ')}: {value}"))
 
 
 @click.command()
-@click.argument("source", type=_PATH)
-@click.argument("target", type=_PATH)
+@click.argument("source", type=PATH)
+@click.argument("target", type=PATH)
 @click.option("--from", "source_format", type=click.Choice(list(FORMATS)), help="Not by content.")
 @click.option(
     "--to",
@@ -114,7 +110,7 @@ def synth(kind: str, target: Path, as_json: bool, **settings: Any) -> None:
 )
 @click.option("--window", type=int, default=2048, help="Tokens per window, where counts are kept.")
 @click.option("--ranks", "num_ranks", type=int, help="Ranks of a placement that lacks them.")
-@_read_options
+@read_options
 def convert(
     source: Path,
     target: Path,
@@ -128,12 +124,13 @@ def convert(
     The format of SOURCE is found by its content, that of TARGET by its suffix: .npz, .json, .pt
     (SGLang), .yaml (TensorRT-LLM), .npy (Omni). What TARGET can not say is listed.
     """
+    check_least("window", window)
     done = convert_file(
         source,
         target,
         source_format=source_format,
         target_format=target_format,
-        options=ReadOptions(**options),
+        options=take_read_options(options),
         tokens_per_window=window,
     )
     click.echo(f"{target}: {done.what} ({done.source_format} -> {done.target_format})")
@@ -162,7 +159,9 @@ def _mix(given: dict[str, Any]) -> RoutingTrace:
     if clock is not None:
         times = read_clock(clock, limit=requests)
     else:
-        times = poisson_clock(requests or 1000, rate or 1.0, seed=spec.seed)
+        times = poisson_clock(
+            1000 if requests is None else requests, 1.0 if rate is None else rate, seed=spec.seed
+        )
     return mix_under_clock(source, times, spec=spec)
 
 

@@ -22,6 +22,8 @@ from moeserve_placement.paging.tables import one_hot
 
 Array = np.ndarray[Any, Any]
 
+MEMORY = 8192
+"""Tokens kept, unless another number is asked for."""
 _BEFORE = 2
 """Layers of the token before in the path."""
 _HEAD = 3
@@ -51,7 +53,7 @@ class NeighbourPredictor:
         *,
         batch: int = 1,
         horizon: int = 2,
-        memory: int = 8192,
+        memory: int = MEMORY,
         sharpness: float = 1.0,
         decay: float = 0.9,
         doubt: float = 0.1,

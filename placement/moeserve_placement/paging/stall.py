@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+_MAX_PARTS = 1 << 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallModel:
@@ -38,8 +40,12 @@ class StallModel:
     def __post_init__(self) -> None:
         for name in ("bytes_per_expert", "bandwidth_gb_per_s", "parts_per_expert"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
+            if not 0 < value < math.inf:
                 raise ValueError(f"{name} = {value}: must be a positive, finite number")
+        if self.parts_per_expert > _MAX_PARTS:
+            raise ValueError(
+                f"parts_per_expert = {self.parts_per_expert}: must be at most {_MAX_PARTS}"
+            )
         if not (math.isfinite(self.compute_us_per_layer) and self.compute_us_per_layer >= 0):
             raise ValueError(
                 f"compute_us_per_layer = {self.compute_us_per_layer}: must be 0 or more, and finite"

@@ -17,6 +17,9 @@ from moeserve_placement.traces.trace import RoutingTrace
 
 Array = np.ndarray[Any, Any]
 
+MAX_BATCH = 1 << 14
+_MAX_USED_BYTES = 2 << 30
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecodeSteps:
@@ -70,10 +73,10 @@ def decode_steps(trace: RoutingTrace, *, batch: int = 1) -> DecodeSteps:
     """The steps that decode the sequences of ``trace`` in their order, ``batch`` at a time.
 
     Raises:
-        ValueError: ``batch`` is below 1.
+        ValueError: ``batch`` is out of range, or the trace too large for a table of all uses.
     """
-    if batch < 1:
-        raise ValueError(f"batch = {batch}: must be at least 1")
+    if not 1 <= batch <= MAX_BATCH:
+        raise ValueError(f"batch = {batch}: must be in [1, {MAX_BATCH}]")
     lane_of, start_of = _schedule(trace.sequence_lengths, batch)
     lengths = trace.sequence_lengths
     position = np.arange(trace.num_tokens) - np.repeat(trace.sequence_starts, lengths)
@@ -83,6 +86,12 @@ def decode_steps(trace: RoutingTrace, *, batch: int = 1) -> DecodeSteps:
     step, topk_ids = step[order], trace.topk_ids[order]
     # Lanes are never idle while sequences wait, so every step up to the last has a token.
     num_steps = int(step[-1]) + 1
+    num_bytes = num_steps * trace.num_layers * trace.num_experts
+    if num_bytes > _MAX_USED_BYTES:
+        raise ValueError(
+            f"trace: {num_steps:,} steps, {trace.num_layers} layers, {trace.num_experts} experts "
+            f"need {num_bytes:,} bytes, must be at most {_MAX_USED_BYTES:,}; take fewer sequences"
+        )
     used = np.zeros((num_steps, trace.num_layers, trace.num_experts), dtype=np.bool_)
     used[step[:, None, None], np.arange(trace.num_layers)[:, None], topk_ids] = True
     return DecodeSteps(
@@ -101,8 +110,11 @@ def split_sequences(
     """Training and scored sequences: disjoint, drawn at random, each in the order of the trace.
 
     Raises:
-        ValueError: the share is not within (0, 1), or the trace has fewer than two sequences.
+        ValueError: the share is not within (0, 1), the seed is negative, or the trace has fewer
+            than two sequences.
     """
+    if seed < 0:
+        raise ValueError(f"seed = {seed}: must be 0 or more")
     if not 0 < train_share < 1:
         raise ValueError(f"train_share = {train_share}: must be above 0 and below 1")
     if trace.num_sequences < 2:

@@ -13,6 +13,7 @@ from typing import Any
 
 from moeserve_placement.paging import reuse
 from moeserve_placement.paging.belady import Belady, Oracle
+from moeserve_placement.paging.limits import reason_against
 from moeserve_placement.paging.neighbours import NeighbourPredictor
 from moeserve_placement.paging.policies import EvictionPolicy, FastSlow, Lfu, Lru, Random
 from moeserve_placement.paging.predictors import CountTablePredictor, Predictor
@@ -22,8 +23,13 @@ from moeserve_placement.paging.reuse import LinearReuse
 from moeserve_placement.paging.shared_pool import simulate_pool
 from moeserve_placement.paging.simulate import simulate
 from moeserve_placement.paging.stall import StallModel
-from moeserve_placement.paging.steps import DecodeSteps, decode_steps, split_sequences
-from moeserve_placement.traces.trace import RoutingTrace
+from moeserve_placement.paging.steps import (
+    MAX_BATCH,
+    DecodeSteps,
+    decode_steps,
+    split_sequences,
+)
+from moeserve_placement.traces.trace import MAX_EXPERTS, RoutingTrace
 
 POLICIES = ("random", "lru", "lfu", "fast-slow", "reuse", "belady")
 """Eviction policies for one cache per layer. ``lru`` and ``belady`` always run: others are measured
@@ -64,12 +70,14 @@ class StudyOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_positive("capacity", self.capacities)
-        _check_positive("batch", self.batches)
+        _check_each("capacity", self.capacities, most=MAX_EXPERTS)
+        _check_each("batch", self.batches, most=MAX_BATCH)
         _check_names("policy", self.policies, POLICIES)
         _check_names("predictor", self.predictors, PREDICTORS)
         if self.horizon < 1:
             raise ValueError(f"horizon = {self.horizon}: must be at least 1 layer step")
+        if self.seed < 0:
+            raise ValueError(f"seed = {self.seed}: must be 0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +131,11 @@ def run_study(
     """Rows by batch, then capacity, then policy.
 
     Raises:
-        ValueError: the trace has fewer than two sequences, or more experts than a policy takes.
+        ValueError: the trace has fewer than two sequences, more experts than a policy takes, or is
+            one that a predictor can not run on (see ``left_out_predictors``).
     """
+    for name, reason in left_out_predictors(trace, options).items():
+        raise ValueError(f"predictor = {name!r}: {reason}")
     training, scored = split_sequences(trace, train_share=options.train_share, seed=options.seed)
     rows: list[StudyRow] = []
     for batch in options.batches:
@@ -140,6 +151,22 @@ def run_study(
 def default_policies(num_experts: int) -> tuple[str, ...]:
     """All policies that can run with this many experts."""
     return tuple(name for name in POLICIES if name != "reuse" or num_experts <= reuse.MAX_EXPERTS)
+
+
+def left_out_predictors(trace: RoutingTrace, options: StudyOptions) -> dict[str, str]:
+    """Predictors of ``options`` that can not run on the trace, and why."""
+    lanes = min(max(options.batches), trace.num_sequences)
+    reasons = {
+        name: reason_against(
+            name,
+            num_layers=trace.num_layers,
+            num_experts=trace.num_experts,
+            horizon=options.horizon,
+            lanes=lanes,
+        )
+        for name in options.predictors
+    }
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 class _BatchStudy:
@@ -258,12 +285,14 @@ def _compare(runs: Sequence[list[PagingResult]], *, shared_pool: bool = False) -
     return rows
 
 
-def _check_positive(setting: str, values: tuple[int, ...]) -> None:
+def _check_each(setting: str, values: tuple[int, ...], *, most: int) -> None:
     if not values:
         raise ValueError(f"{setting}: give at least one")
     for value in values:
         if value < 1:
             raise ValueError(f"{setting} = {value}: must be at least 1")
+        if value > most:
+            raise ValueError(f"{setting} = {value}: must be at most {most}")
 
 
 def _check_names(setting: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:

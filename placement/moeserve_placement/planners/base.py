@@ -9,15 +9,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from moeserve_placement.checks import check_integer
 from moeserve_placement.load import LoadHistory
-from moeserve_placement.moves import layer_moves
+from moeserve_placement.moves import layer_moves, num_copies
 from moeserve_placement.objective import Objective
 from moeserve_placement.placement import Placement, PlacementError
 from moeserve_placement.plan import Move, Plan
+from moeserve_placement.planners.repair import repaired
 from moeserve_placement.slot_table import (
     FREE,
     Ints,
     aligned,
+    copy_counts,
     is_complete,
     slot_table,
     surviving,
@@ -30,10 +33,11 @@ from moeserve_placement.topology import Topology
 class Budget:
     """What a plan may copy, over all layers.
 
-    max_bytes: bytes. max_copies: experts. None: no limit.
+    max_bytes: bytes. max_copies: experts. None: no limit. Outside the budget are the copies that
+    bring experts back whose last copy went with a rank: one for each of them.
 
     Raises:
-        PlacementError: a limit is below 0.
+        PlacementError: a limit is not an integer of at least 0.
     """
 
     max_bytes: int | None = None
@@ -41,9 +45,8 @@ class Budget:
 
     def __post_init__(self) -> None:
         for name in ("max_bytes", "max_copies"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise PlacementError(f"{name} = {value}: must be 0 or more, or None for no limit")
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), low=0)
 
     def copies(self, topology: Topology) -> float:
         """Experts that may be copied: a whole number, or infinity."""
@@ -103,7 +106,7 @@ def get_planner(name: str, **options: Any) -> Planner:
     """The planner of that name.
 
     Raises:
-        PlacementError: no such planner, or it does not take one of the options.
+        PlacementError: no such planner, or it does not take one of the options or its value.
     """
     if name not in PLANNERS:
         raise PlacementError(f"planner = {name!r}: must be one of {', '.join(sorted(PLANNERS))}")
@@ -112,10 +115,7 @@ def get_planner(name: str, **options: Any) -> Planner:
     if unknown:
         choice = ", ".join(known) or "none"
         raise PlacementError(f"planner {name!r}: no option {unknown[0]!r}, it takes {choice}")
-    try:
-        return PLANNERS[name](**options)
-    except TypeError as error:  # a value of a wrong type
-        raise PlacementError(f"planner {name!r}: {error}") from error
+    return PLANNERS[name](**options)
 
 
 def current_table(
@@ -187,10 +187,10 @@ def finished_plan(
     reason: str,
     objective: Objective | None = None,
 ) -> Plan:
-    """The plan that leads to ``target``, or stays where that would break the budget.
+    """The plan that leads to ``target``, or one that copies no more than it must.
 
-    Used by planners that make whole placements. A budget they can not keep means no move at all;
-    after a loss of ranks the budget does not bind, since experts without a copy must come back.
+    Used by planners that make whole placements. A budget they can not keep means no move at all,
+    but for lost experts, which come back whatever the budget.
     """
     objective = objective or Objective()
     scenarios = None if history.is_empty else history.scenarios()
@@ -202,19 +202,10 @@ def finished_plan(
         before = to_placement(
             now, history.layer_ids, num_experts=history.num_experts, topology=topology
         )
-        target = aligned(target, here, topology=topology)
-        moves = tuple(
-            move
-            for row, layer in enumerate(history.layer_ids)
-            for move in layer_moves(layer, now[row], target[row], topology=topology)
+        target, reason = _within_budget(
+            target, here, history, topology, budget=budget, reason=reason
         )
-        copies = sum(move.num_copies for move in moves)
-        if copies > budget.copies(topology) and is_complete(here, history.num_experts):
-            reason = (
-                f"stay: the plan needs {copies} copies, the budget allows "
-                f"{budget.copies(topology):.0f}"
-            )
-            moves, target = (), now
+        moves = _ordered_moves(now, target, history, topology)
     return Plan(
         planner=name,
         layer_ids=history.layer_ids,
@@ -226,4 +217,39 @@ def finished_plan(
         moves=moves,
         before=None if here is None else objective.forecast(here, scenarios, history, topology),
         after=objective.forecast(target, scenarios, history, topology),
+    )
+
+
+def _within_budget(
+    target: Ints,
+    here: Ints,
+    history: LoadHistory,
+    topology: Topology,
+    *,
+    budget: Budget,
+    reason: str,
+) -> tuple[Ints, str]:
+    """``target`` aligned to what survives and its reason; or the least change, and why that."""
+    target = aligned(target, here, topology=topology)
+    least = repaired(here, history.mean, topology)
+    lost = int(num_copies(here, least).sum())
+    copies = int(num_copies(here, target).sum())
+    allowed = budget.copies(topology)
+    if copies - lost <= allowed:
+        return target, reason
+    too_many = f"the plan needs {copies} copies, the budget allows {allowed:.0f}"
+    if not lost:
+        return here, f"stay: {too_many}"
+    return least, f"only lost experts come back, {lost} in all: {too_many} beside them"
+
+
+def _ordered_moves(
+    now: Ints, target: Ints, history: LoadHistory, topology: Topology
+) -> tuple[Move, ...]:
+    """The moves of all layers, those that lost an expert first."""
+    lost = (copy_counts(surviving(now, topology), history.num_experts) == 0).any(1)
+    return tuple(
+        move
+        for row in np.argsort(~lost, kind="stable")
+        for move in layer_moves(history.layer_ids[row], now[row], target[row], topology=topology)
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from moeserve_placement.fanout import pair_gains
@@ -13,12 +15,13 @@ from moeserve_placement.planners.local_search import search
 from moeserve_placement.planners.node_packing import best_homes, node_packed_table
 from moeserve_placement.planners.problem import Effort, Problem, Step
 from moeserve_placement.planners.sliding_cut import sliding_cut_table
-from moeserve_placement.slot_table import FREE, Ints, copy_counts
+from moeserve_placement.slot_table import FREE, Floats, Ints, copy_counts
 from moeserve_placement.topology import Topology
 
 _TOLERANCE = 2e-5  # of the objective per copy, where copies are free
 _THOROUGH = Effort(width=16, depth=4, rounds=200)
 _QUICK = Effort(width=4, depth=1)
+_LARGEST_EXPONENT = 280  # decimal, of a p-th power: leaves room for products with it
 _LARGE = 200  # slots of a layer from which a cold start gets the quick search: 10 ms a layer
 
 
@@ -35,10 +38,18 @@ def balance_problem(
         weights=scenarios.weights,
         speeds=topology.speeds[alive],
         room=topology.usable_slots[alive],
-        power=int(objective.power),
+        power=_search_power(int(objective.power), topology.speeds[alive]),
         nodes=topology.nodes[alive],
         pair_gain=pairs,
     )
+
+
+def _search_power(power: int, speeds: Floats) -> int:
+    """The power, halved until a rank that has all the load stays within float64."""
+    most = math.log10(len(speeds) / speeds.min())
+    while power > 2 and power * most > _LARGEST_EXPONENT:
+        power //= 2
+    return power
 
 
 def cold_candidates(

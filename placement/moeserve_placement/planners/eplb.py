@@ -14,8 +14,9 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from moeserve_placement.checks import check_choice, check_integer
 from moeserve_placement.load import LoadHistory
-from moeserve_placement.placement import Placement, PlacementError
+from moeserve_placement.placement import Placement
 from moeserve_placement.plan import Plan
 from moeserve_placement.planners.base import (
     UNLIMITED,
@@ -25,7 +26,7 @@ from moeserve_placement.planners.base import (
     keep_idle_layers,
     register,
 )
-from moeserve_placement.slot_table import FREE, Floats, Ints, holds, surviving
+from moeserve_placement.slot_table import FREE, Floats, Ints, copy_counts, holds, surviving
 from moeserve_placement.topology import Topology
 
 Average = Literal["recent", "fast", "slow"]
@@ -33,10 +34,10 @@ Average = Literal["recent", "fast", "slow"]
 
 @register("eplb")
 class EplbPlanner:
-    """EPLB; hierarchical where ``num_groups`` is above 1 and divides over the nodes, else global.
+    """EPLB; hierarchical where the groups divide over the nodes alive and fit, else global.
 
     average: the load vector: mean of the 'recent' windows (as engines do), the 'fast' or the 'slow'
-    average. num_groups: expert groups kept whole on a node (hierarchical policy).
+    average. num_groups: expert groups kept whole on a node (hierarchical policy); 1: global.
     sticky: rename ranks so that most of what they hold stays.
 
     Raises:
@@ -46,10 +47,9 @@ class EplbPlanner:
     def __init__(
         self, *, average: Average = "recent", num_groups: int = 1, sticky: bool = False
     ) -> None:
-        if average not in get_args(Average):
-            raise PlacementError(f"average = {average!r}: must be recent, fast or slow")
-        if num_groups < 1:
-            raise PlacementError(f"num_groups = {num_groups}: must be at least 1")
+        check_average(average)
+        check_integer("num_groups", num_groups, low=1)
+        check_choice("sticky", sticky, (True, False))
         self.name = "eplb-sticky" if sticky else "eplb"
         self.average = average
         self.num_groups = num_groups
@@ -93,6 +93,11 @@ def _hierarchical(*, average: Average = "recent", num_groups: int = 8) -> EplbPl
     return planner
 
 
+def check_average(average: str) -> None:
+    """Raises PlacementError unless ``average_load`` knows it."""
+    check_choice("average", average, get_args(Average))
+
+
 def average_load(history: LoadHistory, average: Average) -> Floats:
     """The load vector per layer that a single-load planner sees: [num_layers, num_experts]."""
     return {"recent": history.mean, "fast": history.fast, "slow": history.slow}[average]
@@ -104,21 +109,19 @@ def eplb_table(
     """EPLB's table for loads [num_layers, num_experts]: [num_layers, num_ranks, max_slots].
 
     repeats: whether a rank may hold an expert twice, as in the published code; such a table is for
-    comparison only, no ``Placement`` takes it.
+    comparison only, no ``Placement`` takes it. num_groups: kept whole on a node where the experts
+    divide into them, they divide over the nodes that have slots, and each node has enough.
 
     Raises:
-        PlacementError: the experts do not fit, or do not divide into ``num_groups``.
+        PlacementError: the experts do not fit.
     """
     layers, num_experts = load.shape
     topology.check_fits(num_experts)
-    if num_experts % num_groups:
-        raise PlacementError(
-            f"num_groups = {num_groups}: must divide {num_experts}, the number of experts"
-        )
-    nodes = [topology.ranks_of_node(node) for node in range(topology.num_nodes)]
     table = np.full((layers, topology.num_ranks, topology.max_slots), FREE, dtype=np.int64)
-    if num_groups > 1 and num_groups % topology.num_nodes == 0:
-        homes = _groups_to_nodes(load, num_groups, topology.num_nodes)
+    by_node = [topology.ranks_of_node(node) for node in range(topology.num_nodes)]
+    nodes = [ranks for ranks in by_node if topology.usable_slots[list(ranks)].sum()]
+    if _can_keep_groups(num_experts, num_groups, nodes, topology):
+        homes = _groups_to_nodes(load, num_groups, len(nodes))
         for node, ranks in enumerate(nodes):
             _fill(table, load, homes == node, topology, ranks, repeats=repeats)
     else:
@@ -126,6 +129,15 @@ def eplb_table(
         everywhere = [rank for ranks in nodes for rank in ranks]
         _fill(table, load, everything, topology, everywhere, repeats=repeats)
     return table
+
+
+def _can_keep_groups(
+    num_experts: int, num_groups: int, nodes: Sequence[Sequence[int]], topology: Topology
+) -> bool:
+    if num_groups == 1 or num_groups % len(nodes) or num_experts % num_groups:
+        return False
+    room = min(int(topology.usable_slots[list(ranks)].sum()) for ranks in nodes)
+    return num_experts // len(nodes) <= room
 
 
 def replica_counts(load: Floats, num_slots: int, *, most: int) -> Ints:
@@ -198,9 +210,7 @@ def _fill(
 ) -> None:
     """Packs the experts of ``mine`` [num_layers, num_experts] on these ranks, into ``table``."""
     room = topology.usable_slots[list(ranks)]
-    slots, experts = int(room.sum()), int(mine.sum(1).max())
-    if slots < experts:
-        raise PlacementError(f"slots: a node has {slots} usable slots for {experts} experts")
+    slots = int(room.sum())
     most = slots if repeats else int((room > 0).sum())
     counts = replica_counts(np.where(mine, load, -1.0), slots, most=most)
     unit = load / np.maximum(counts, 1)
@@ -223,8 +233,8 @@ def _groups_to_nodes(load: Floats, num_groups: int, num_nodes: int) -> Ints:
 def relabelled(target: Ints, current: Ints, topology: Topology) -> Ints:
     """One layer's ``target`` with ranks renamed so that most of what they hold stays.
 
-    Greedy: the pair of ranks with most experts in common first; only ranks of one node and of
-    equally many slots may swap names, so neither node loads nor sizes change.
+    Greedy: the pair of ranks with most experts in common first; only ranks of one node, of equally
+    many slots and of one speed may swap names, so that levels, node loads and sizes stay.
     """
     overlap = overlaps(target[None], current[None], topology)[0]
     result = target.copy()
@@ -239,13 +249,13 @@ def overlaps(target: Ints, current: Ints, topology: Topology) -> Floats:
     """Experts in common of a target rank and a current one, where they may swap names.
 
     [num_layers, num_ranks of target, num_ranks of current]; -inf where they may not: different
-    nodes or slot counts, or a rank that is gone.
+    nodes, slot counts or speeds, or a rank that is gone.
     """
     experts = int(max(target.max(), current.max())) + 1
     new = holds(target, experts).astype(np.float32)
     old = holds(current, experts).astype(np.float32)
     common = (np.swapaxes(new, 1, 2) @ old).astype(np.float64)
-    kinds = np.stack([topology.nodes, np.asarray(topology.slots_per_rank)], axis=1)
+    kinds = np.stack([topology.nodes, topology.slots_per_rank, topology.speed_of_rank], axis=1)
     common[:, (kinds[:, None] != kinds[None]).any(-1)] = -np.inf
     dead = ~np.asarray(topology.alive)
     common[:, dead] = common[:, :, dead] = -np.inf
@@ -257,4 +267,21 @@ def least_copies(target: Ints, current: Ints, topology: Topology) -> Ints:
     alive = np.asarray(topology.alive)
     best = overlaps(target, current, topology).max(2)[:, alive]
     result: Ints = ((target[:, alive] >= 0).sum(2) - best).sum(1).astype(np.int64)
+    return result
+
+
+def least_new_copies(load: Floats, current: Ints, topology: Topology) -> Ints:
+    """Copies that EPLB needs wherever it puts them, told before packing: int64 [num_layers].
+
+    Those it wants beyond the number that an expert has, less those that packing might leave out: a
+    copy surely finds a rank while more ranks have room than can hold the expert already.
+    """
+    room = topology.usable_slots
+    wanted = replica_counts(load, topology.num_slots, most=int((room > 0).sum()))
+    missing = (wanted - copy_counts(current, load.shape[1])).clip(min=0).sum(1)
+    order = np.argsort(-load / wanted, axis=1, kind="stable")
+    copies = np.take_along_axis(wanted, order, axis=1)
+    left = topology.num_slots - copies.cumsum(1) + 1  # slots before the last copy of each expert
+    unsure = copies > -(-left // room.max())
+    result: Ints = missing - np.where(unsure, copies - 1, 0).sum(1)
     return result

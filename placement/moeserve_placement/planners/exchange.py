@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moeserve_placement.checks import check_integer, check_number
 from moeserve_placement.load import LoadHistory
-from moeserve_placement.placement import Placement, PlacementError
+from moeserve_placement.placement import Placement
 from moeserve_placement.plan import Plan
 from moeserve_placement.planners.base import (
     UNLIMITED,
@@ -23,7 +24,13 @@ from moeserve_placement.planners.base import (
     linear_table,
     register,
 )
-from moeserve_placement.planners.eplb import Average, average_load, eplb_table, replica_counts
+from moeserve_placement.planners.eplb import (
+    Average,
+    average_load,
+    check_average,
+    eplb_table,
+    replica_counts,
+)
 from moeserve_placement.slot_table import FREE, Floats, Ints, is_complete, surviving
 from moeserve_placement.topology import Topology
 
@@ -45,11 +52,9 @@ class ExchangePlanner:
     average: Average = "recent"
 
     def __post_init__(self) -> None:
-        if self.max_exchanges < 0 or self.threshold < 0:
-            raise PlacementError(
-                f"max_exchanges = {self.max_exchanges}, threshold = {self.threshold}: "
-                "must be 0 or more"
-            )
+        check_integer("max_exchanges", self.max_exchanges, low=0)
+        check_number("threshold", self.threshold, low=0)
+        check_average(self.average)
 
     @property
     def name(self) -> str:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moeserve_placement.checks import check_integer, check_number
 from moeserve_placement.load import LoadHistory
-from moeserve_placement.placement import Placement, PlacementError
+from moeserve_placement.placement import Placement
 from moeserve_placement.plan import Plan
 from moeserve_placement.planners.base import (
     UNLIMITED,
@@ -53,11 +54,9 @@ class FlashLbPlanner:
     gate: float = 1.15
 
     def __post_init__(self) -> None:
-        if self.stages < 1 or self.divisions < 1 or self.gate < 1:
-            raise PlacementError(
-                f"stages = {self.stages}, divisions = {self.divisions}, gate = {self.gate}: "
-                "must be at least 1"
-            )
+        check_integer("stages", self.stages, low=1)
+        check_integer("divisions", self.divisions, low=1)
+        check_number("gate", self.gate, low=1)
 
     @property
     def name(self) -> str:
@@ -107,7 +106,8 @@ def flashlb_table(loads: Floats, topology: Topology, *, divisions: int) -> Ints:
     spare = int(room.sum()) - total.shape[1]
     best = np.zeros((len(total), topology.num_ranks, topology.max_slots), np.int64)
     value = np.full(len(total), np.inf)
-    for hot in np.unique(np.linspace(0, spare, divisions).round().astype(int)):
+    tried = min(divisions, spare + 1)  # there are no more
+    for hot in np.unique(np.linspace(0, spare, tried).round().astype(int)):
         counts = _divided(total, hot, spare - hot, most=int((room > 0).sum()))
         placed = _place_stages(loads, counts, room)
         table = np.full_like(best, FREE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,31 +11,13 @@ from moeserve_placement.moves import layer_moves, slot_write
 from moeserve_placement.objective import Objective
 from moeserve_placement.placement import Placement
 from moeserve_placement.plan import Forecast, Move, Plan
+from moeserve_placement.planners.draft import Draft
 from moeserve_placement.planners.problem import Step
 from moeserve_placement.slot_table import Floats, Ints, surviving, to_placement
 from moeserve_placement.topology import Topology
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Choice:
-    """What is to become of every layer.
-
-    base: what is in place with lost experts put back. steps: improvements of ``base``, by layer.
-    table: the result. jumps: by layer the name of the candidate that replaces the layer as a whole,
-    or None. before, after: objective by layer, price of the moves included.
-    """
-
-    base: Ints
-    steps: list[list[Step]]
-    table: Ints
-    jumps: list[str | None]
-    before: Floats
-    after: Floats
-
-
-def ordered_moves(
-    now: Ints, choice: Choice, history: LoadHistory, topology: Topology
-) -> list[Move]:
+def ordered_moves(now: Ints, choice: Draft, history: LoadHistory, topology: Topology) -> list[Move]:
     """All moves: lost experts first, then by gain per byte, slots of ranks that are gone last.
 
     now: the table with what ranks that are gone held. A layer's moves keep their order.
@@ -63,7 +44,7 @@ def _urgency(move: Move) -> float:
     return -move.gain / max(move.num_bytes, 1)
 
 
-def _layer_queue(layer: int, row: int, now: Ints, choice: Choice, topology: Topology) -> list[Move]:
+def _layer_queue(layer: int, row: int, now: Ints, choice: Draft, topology: Topology) -> list[Move]:
     """One layer's moves in order."""
     table = now[row].copy()
     moves: list[Move] = []
@@ -71,7 +52,9 @@ def _layer_queue(layer: int, row: int, now: Ints, choice: Choice, topology: Topo
     if choice.jumps[row] is not None:
         cells = [(int(r), int(s)) for r, s in np.argwhere(choice.table[row] != here)]
         writes = tuple(slot_write(c, int(choice.table[row][c]), table, topology) for c in cells)
-        gain = float(choice.before[row] - choice.after[row])
+        # with an expert nowhere the layer had no value that a gain could be told from
+        lost = bool((choice.base[row] != here).any())
+        gain = None if lost else float(choice.before[row] - choice.value[row])
         moves.append(Move(layer=layer, writes=writes, gain=gain))
         for cell in cells:
             table[cell] = choice.table[row][cell]
@@ -131,7 +114,7 @@ def moving_plan(
     name: str,
     current: Placement | None,
     now: Ints,
-    choice: Choice,
+    choice: Draft,
     *,
     objective: Objective,
     scenarios: Scenarios,
@@ -148,7 +131,7 @@ def moving_plan(
         planner=name,
         layer_ids=history.layer_ids,
         placement=_placement(choice.table, history, topology),
-        reason=_reason(moves, before, after, len(history.layer_ids)),
+        reason=_reason(moves, before, after, choice),
         current=fitted(current, now, history, topology),
         moves=moves,
         split=objective.split,
@@ -159,25 +142,40 @@ def moving_plan(
 
 
 def _reason(
-    moves: tuple[Move, ...], before: Forecast | None, after: Forecast, num_layers: int
+    moves: tuple[Move, ...], before: Forecast | None, after: Forecast, choice: Draft
 ) -> str:
-    copies = sum(move.num_copies for move in moves)
-    changed = len({move.layer for move in moves})
+    number = sum(move.num_copies for move in moves)
+    copies = _copies(number)
     if before is None:
+        brings = "brings" if number == 1 else "bring"
         return (
-            f"experts were lost with their ranks: {copies} copies bring every expert back, "
+            f"experts were lost with their ranks: {copies} {brings} every expert back, "
             f"predicted imbalance {after.mean:.3f}"
         )
-    if not moves:
+    if not number:
         return (
-            f"stay: no change of any layer gains more than its copies cost, at a predicted "
-            f"imbalance of {before.mean:.3f} ({before.worst:.3f} in the worst scenario)"
+            f"stay: {_why_stay(choice)}, at a predicted imbalance of {before.mean:.3f} "
+            f"({before.worst:.3f} in the worst scenario)"
         )
+    changed = len({move.layer for move in moves if move.num_copies})
     return (
-        f"{copies} copies in {changed} of {num_layers} layers: predicted imbalance "
+        f"{copies} in {changed} of {len(choice.before)} layers: predicted imbalance "
         f"{before.mean:.3f} -> {after.mean:.3f}, in the worst scenario "
         f"{before.worst:.3f} -> {after.worst:.3f}"
     )
+
+
+def _why_stay(choice: Draft) -> str:
+    if np.isinf(choice.budget):
+        return "no change of any layer gains more than its copies cost"
+    budget = f"the budget of {_copies(choice.budget)}"
+    if choice.is_bound:
+        return f"there are changes that would pay, but {budget} allows none of them"
+    return f"no change of any layer within {budget} gains more than its copies cost"
+
+
+def _copies(number: float) -> str:
+    return f"{number:.0f} {'copy' if number == 1 else 'copies'}"
 
 
 def fitted(

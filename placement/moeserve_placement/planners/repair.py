@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from moeserve_placement.load import Scenarios
 from moeserve_placement.slot_table import Floats, Ints, copy_counts
 from moeserve_placement.topology import Topology
 
 
-def repaired(here: Ints, scenarios: Scenarios, topology: Topology) -> Ints:
+def repaired(here: Ints, load: Floats, topology: Topology) -> Ints:
     """The table [num_layers, num_ranks, max_slots] with every expert back on some rank.
 
     Heaviest lost expert first, to the least loaded rank that has a free slot or an expert with
     another copy (of those the lightest leaves). Layers that lost nothing are untouched.
+    load: [num_layers, num_experts], any scale.
     """
     result = here.copy()
-    load = scenarios.mean
     counts = copy_counts(here, load.shape[1])
     for row in np.flatnonzero((counts == 0).any(1)):
         _repair_layer(result[row], load[row], counts[row], topology)

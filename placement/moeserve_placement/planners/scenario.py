@@ -8,19 +8,22 @@ so by its own objective a plan is never worse than either (than EPLB where the b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
+from moeserve_placement.checks import check_choice
 from moeserve_placement.load import LoadHistory, Scenarios
-from moeserve_placement.moves import num_copies
+from moeserve_placement.moves import copy_costs, num_copies
 from moeserve_placement.objective import Objective
-from moeserve_placement.placement import Placement, PlacementError
+from moeserve_placement.placement import Placement
 from moeserve_placement.plan import Plan
 from moeserve_placement.planners.base import (
     UNLIMITED,
     Budget,
     current_table,
+    finished_plan,
     keep_idle_layers,
     register,
 )
@@ -30,18 +33,26 @@ from moeserve_placement.planners.candidates import (
     cold_candidates,
     incremental,
 )
+from moeserve_placement.planners.draft import Draft
 from moeserve_placement.planners.eplb import (
-    EplbPlanner,
     eplb_table,
     least_copies,
+    least_new_copies,
     relabelled,
-    replica_counts,
 )
-from moeserve_placement.planners.outcome import Choice, cold_plan, moving_plan
+from moeserve_placement.planners.outcome import cold_plan, moving_plan
 from moeserve_placement.planners.problem import Step
 from moeserve_placement.planners.repair import repaired
 from moeserve_placement.planners.spending import affordable_steps
-from moeserve_placement.slot_table import Floats, Ints, aligned, copy_counts, is_complete, surviving
+from moeserve_placement.slot_table import (
+    Floats,
+    Ints,
+    aligned,
+    even_shares,
+    is_complete,
+    slot_table,
+    surviving,
+)
 from moeserve_placement.topology import Topology
 
 
@@ -70,8 +81,7 @@ class ScenarioPlanner:
     power: int = 32
 
     def __post_init__(self) -> None:
-        if self.power not in (2, 4, 8, 16, 32, 64):
-            raise PlacementError(f"power = {self.power}: must be 2, 4, 8, 16, 32 or 64")
+        check_choice("power", self.power, (2, 4, 8, 16, 32, 64))
         _ = self.objective
 
     @property
@@ -101,7 +111,7 @@ class ScenarioPlanner:
         """A plan; see ``Planner``. Layers without any load stay as they are."""
         topology.check_fits(history.num_experts)
         if history.is_empty:
-            return EplbPlanner().plan(history, topology, current=current, budget=budget)
+            return self._without_load(history, topology, current, budget)
         now = current_table(current, history, topology)
         case = _Case(self.objective, history.scenarios(), history, topology)
         if now is None:
@@ -125,6 +135,26 @@ class ScenarioPlanner:
             history=history,
             topology=topology,
         )
+
+    def _without_load(
+        self, history: LoadHistory, topology: Topology, current: Placement | None, budget: Budget
+    ) -> Plan:
+        """Linear on a cold start, else what is in place; lost experts come back as by EPLB."""
+        target = eplb_table(history.mean, topology)
+        plan = finished_plan(
+            self.name,
+            keep_idle_layers(target, history, topology, current=current),
+            history,
+            topology,
+            current=current,
+            budget=budget,
+            reason=f"{self.name}: no load observed yet",
+        )
+        shares = None
+        if self.split == "planned":
+            table = slot_table(plan.placement, history.layer_ids, topology=topology)
+            shares = even_shares(table, history.num_experts)
+        return replace(plan, split=self.split, shares=shares)
 
 
 class _Case:
@@ -151,44 +181,33 @@ class _Case:
         """The best candidate of each layer, and its name; idle layers take the linear placement."""
         tables = self.candidates()
         names = list(tables)
-        best = np.stack([self.score(table) for table in tables.values()]).argmin(0)
+        scores = np.stack([self.score(table) for table in tables.values()])
+        best = np.where(np.isfinite(scores), scores, np.inf).argmin(0)
         table = np.stack([tables[names[index]][row] for row, index in enumerate(best)])
         table = keep_idle_layers(table, self.history, self.topology, current=None)
         return table, [names[index] for index in best]
 
-    def choose(self, here: Ints, copies: float) -> Choice:
+    def choose(self, here: Ints, copies: float) -> Draft:
         """What to do with each layer for a number of copies in all.
 
         Lost experts come back first, outside the budget. Then steps are taken where they gain most;
-        a layer whose steps do not pay for its change stays. What is left of the budget may buy a
-        whole new placement for a layer where that is better still.
+        a layer whose steps do not pay for its change stays. What is left of the budget, and what a
+        layer's steps would give back, may buy a whole new placement where that is better still.
         """
+        draft = self._with_steps(here, copies)
+        for name, target in self._jumps(draft).items():
+            value = np.where(self.history.busy_layers, self.score(target, here), np.inf)
+            draft.take_where_better(name, target, value)
+            if not np.isinf(copies):
+                draft.take_if_better_in_all(name, target, value)
+        return draft
+
+    def _with_steps(self, here: Ints, copies: float) -> Draft:
+        """Affordable steps of each layer, none where they do not pay."""
         base = here
         if not is_complete(here, self.history.num_experts):
-            base = repaired(here, self.scenarios, self.topology)
+            base = repaired(here, self.scenarios.mean, self.topology)
         before = self.score(base, here)
-        steps, table, after = self._steps(base, here, before, copies)
-        jumps: list[str | None] = [None] * len(here)
-        left = copies - sum(step.copies for layer in steps for step in layer)
-        for name, target in self._jumps(here, base, left).items():
-            value = self.score(target, here)
-            extra = num_copies(here, target) - num_copies(here, table)
-            gain = np.where(self.history.busy_layers, after - value, 0.0)
-            for row in np.argsort(-gain / np.maximum(extra, 1), kind="stable"):
-                if gain[row] > 0 and extra[row] <= left:
-                    left -= int(extra[row])
-                    table[row], after[row], jumps[row], steps[row] = (
-                        target[row],
-                        value[row],
-                        name,
-                        [],
-                    )
-        return Choice(base=base, steps=steps, table=table, jumps=jumps, before=before, after=after)
-
-    def _steps(
-        self, base: Ints, here: Ints, before: Floats, copies: float
-    ) -> tuple[list[list[Step]], Ints, Floats]:
-        """Affordable steps by layer, none where they do not pay; the tables then, their value."""
         found = incremental(
             balance_problem(self.objective, self.scenarios, self.history, self.topology),
             base,
@@ -198,45 +217,73 @@ class _Case:
         )
         found = [s if busy else [] for s, busy in zip(found, self.history.busy_layers, strict=True)]
         steps = [s[:n] for s, n in zip(found, affordable_steps(found, copies), strict=True)]
-        table = np.stack([apply_steps(b, s) for b, s in zip(base, steps, strict=True)])
-        after = self.score(table, here)
+        table, after = self._after_steps(base, steps, here)
         pays = after < before
-        steps = [s if good else [] for s, good in zip(steps, pays, strict=True)]
-        return (
-            steps,
-            np.where(pays[:, None, None], table, base),
-            np.where(pays, after, before),
+        is_bound = False
+        if steps != found and not pays.any():
+            is_bound = bool((self._after_steps(base, found, here)[1] < before).any())
+        return Draft(
+            here=here,
+            base=base,
+            before=before,
+            budget=copies,
+            table=np.where(pays[:, None, None], table, base),
+            value=np.where(pays, after, before),
+            steps=[s if good else [] for s, good in zip(steps, pays, strict=True)],
+            is_bound=is_bound,
         )
 
-    def _new_copies(self, load: Floats, here: Ints) -> Ints:
-        """Copies of an expert that EPLB wants and that are nowhere yet, summed by layer."""
-        ranks = int((self.topology.usable_slots > 0).sum())
-        wanted = replica_counts(load, self.topology.num_slots, most=ranks)
-        missing: Ints = (wanted - copy_counts(here, load.shape[1])).clip(min=0).sum(1)
-        return missing
+    def _after_steps(self, base: Ints, steps: list[list[Step]], here: Ints) -> tuple[Ints, Floats]:
+        """The tables after these steps, and their value."""
+        table = np.stack([apply_steps(b, s) for b, s in zip(base, steps, strict=True)])
+        return table, self.score(table, here)
 
-    def _jumps(self, here: Ints, base: Ints, copies: float) -> dict[str, Ints]:
+    def _jumps(self, draft: Draft) -> dict[str, Ints]:
         """Whole placements to consider, with names and slots chosen so that most stays.
 
         EPLB wherever it fits; our own from nothing only without a budget, they never fit a small
         one. Layers where a candidate can not fit are as in ``base``.
         """
-        if np.isinf(copies):
+        rows = np.arange(len(draft.here))
+        if np.isinf(draft.budget):
             found = self.candidates()
-            rows = np.arange(len(here))
         else:
-            load = self.history.mean
-            # wherever EPLB puts them, its additional copies alone may be too many
-            rows = np.flatnonzero(self._new_copies(load, here) <= copies)
-            if not len(rows):
-                return {}
-            found = {"eplb": base.copy()}
-            found["eplb"][rows] = eplb_table(load[rows], self.topology)
-            least = least_copies(found["eplb"][rows], here[rows], self.topology)
-            found["eplb"][rows[least > copies]] = base[rows[least > copies]]
-            rows = rows[least <= copies]
+            table, rows = self._affordable_eplb(draft)
+            found = {"eplb": table} if len(rows) else {}
         for target in found.values():
-            for row in rows:
-                target[row] = relabelled(target[row], here[row], self.topology)
-            target[rows] = aligned(target[rows], here[rows], topology=self.topology)
+            target[rows] = self._fitted(target[rows], draft.here[rows])
         return found
+
+    def _affordable_eplb(self, draft: Draft) -> tuple[Ints, Ints]:
+        """EPLB's tables in the rows where the budget may allow them, ``base`` elsewhere; the rows.
+
+        The bounds save time: with a small budget EPLB hardly ever fits.
+        """
+        table, load, busy = draft.base.copy(), self.history.mean, self.history.busy_layers
+        repairs = num_copies(draft.here, draft.base)
+        least = np.where(busy, least_new_copies(load, draft.here, self.topology) - repairs, 0)
+        rows = np.flatnonzero(busy & draft.may_afford(least))
+        if not len(rows):
+            return table, rows
+        eplb = eplb_table(load[rows], self.topology)
+        least[rows] = least_copies(eplb, draft.here[rows], self.topology) - repairs[rows]
+        fits = draft.may_afford(least)[rows]
+        table[rows[fits]] = eplb[fits]
+        return table, rows[fits]
+
+    def _fitted(self, target: Ints, here: Ints) -> Ints:
+        """``target`` with ranks renamed where that saves copies, and slots as in ``here``."""
+        pairs = zip(target, here, strict=True)
+        renamed = np.stack([relabelled(layer, now, self.topology) for layer, now in pairs])
+        best = np.where(self._saves(renamed, target, here)[:, None, None], renamed, target)
+        return aligned(best, here, topology=self.topology)
+
+    def _saves(self, renamed: Ints, target: Ints, here: Ints) -> NDArray[np.bool_]:
+        """Layers where the renamed target is no dearer to reach; renaming is greedy."""
+        experts = self.history.num_experts
+        first, second = (
+            copy_costs(here, table, topology=self.topology, num_experts=experts)
+            for table in (renamed, target)
+        )
+        cheap: NDArray[np.bool_] = first <= second
+        return cheap

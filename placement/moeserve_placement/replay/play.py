@@ -203,9 +203,8 @@ class _Player:
         """Level over mean of each rank: [num_layers, num_ranks]; 0 for ranks that are gone."""
         assert self.scorer is not None
         loads = self.scorer.rank_loads(window.counts[None])[0]
-        speeds = np.where(self.topology.alive, self.topology.speeds, 1.0)
         mean = loads.sum(-1, keepdims=True) / sum(self.topology.alive)
-        result: Floats = loads / speeds / np.where(mean > 0, mean, 1.0)
+        result: Floats = loads / self.topology.divisors / np.where(mean > 0, mean, 1.0)
         return result
 
     def result(self) -> Run:

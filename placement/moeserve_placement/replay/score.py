@@ -78,9 +78,11 @@ class Scorer:
     def per_batch(self, counts: Ints) -> Levels:
         """Levels with the min-max split solved for each of the batches."""
         if self._solver is None:
-            speeds = np.where(self.topology.alive, self.topology.speeds, 1.0)
             self._solver = ShareSolver(
-                self.table, self.num_experts, speeds=speeds, nominal=self._nominal
+                self.table,
+                self.num_experts,
+                speeds=self.topology.divisors,
+                nominal=self._nominal,
             )
         solver = self._solver
         return self.levels(np.stack([solver.solve(batch).rank_loads for batch in counts]))

@@ -14,6 +14,17 @@ DEFAULT_BATCH = 2048
 ORDERS = ("recorded", "arrival", "shuffle", "domains", "drift", "holdout")
 SEEDED_ORDERS = ("shuffle", "domains", "drift", "holdout")
 STARTS = ("planned", "linear")
+_MANY = 1 << 40
+_RANGES = (
+    ("interval", 0, _MANY),
+    ("history", 1, _MANY),
+    ("max_solved", 1, _MANY),
+    ("token_bytes", 1, 1 << 30),  # times tokens and layers it stays within 64 bits
+    ("seed", 0, 1 << 128),
+    ("warmup", 1, _MANY),
+    ("window", 1, _MANY),
+)
+"""(setting, least, most); a setting that is None has no value to check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +95,7 @@ class ReplaySettings:
     def __post_init__(self) -> None:
         if not self.batch_sizes or min(self.batch_sizes) < 1:
             raise PlacementError(f"batch = {self.batch_sizes}: must be one or more sizes above 0")
-        least = {"interval": 0, "history": 1, "max_solved": 1, "token_bytes": 1, "seed": 0}
-        least |= {name: 1 for name in ("warmup", "window") if getattr(self, name) is not None}
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                raise PlacementError(f"{name} = {getattr(self, name)}: must be at least {value}")
+        self._check_ranges()
         for name, known in (("order", ORDERS), ("start", STARTS)):
             if getattr(self, name) not in known:
                 raise PlacementError(
@@ -103,6 +110,14 @@ class ReplaySettings:
                 raise PlacementError(
                     f"batch = {size}: must divide the window, {self.window_tokens} tokens"
                 )
+
+    def _check_ranges(self) -> None:
+        for name, least, most in _RANGES:
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise PlacementError(f"{name} = {value}: must be at least {least}")
+            if value is not None and value > most:
+                raise PlacementError(f"{name} = {value}: must be at most {most}")
 
     @property
     def window_tokens(self) -> int:

@@ -197,19 +197,25 @@ def label_rows(comparison: Comparison) -> dict[str, dict[str, float]]:
     return rows
 
 
-def baseline(comparison: Comparison) -> str | None:
-    """The label the others are held against: EPLB, best without a budget, else the first."""
-    groups = {key: runs[0].label for key, runs in comparison.groups.items() if key[0] != REFERENCE}
-    unbound = [label for key, label in groups.items() if key[0].startswith("eplb")]
-    unbound.sort(key=lambda label: label.endswith(")"))  # a plain label has no budget
-    return next(iter([*unbound, *groups.values()]), None)
+def baseline(comparison: Comparison, planner: str, budget: str) -> str | None:
+    """The label that a planner with this budget is held against; None where that is itself.
+
+    EPLB with the same budget. Where EPLB was not played with it: with the largest, which is none at
+    all or else the one that let it copy most. Without any EPLB the first planner takes its place.
+    """
+    groups = {key: runs for key, runs in comparison.groups.items() if key[0] != REFERENCE}
+    names = [name for name, _ in groups]
+    eplb = [name for name in names if name.startswith("eplb")]
+    measure = next(iter(eplb + names), None)
+    known = [key for key in groups if key[0] == measure]
+    known.sort(key=lambda key: (key[1] != budget, key[1] != "none", -groups[key][0].num_copies))
+    if not known or known[0] == (planner, budget):
+        return None
+    return groups[known[0]][0].label
 
 
 def findings(comparison: Comparison) -> list[str]:
     """Sentences: better or worse than the baseline, by how much, and where it is worse."""
-    base = baseline(comparison)
-    if base is None:
-        return []
     rows = {
         (row.label, row.split): row
         for row in balance_rows(comparison)
@@ -218,21 +224,31 @@ def findings(comparison: Comparison) -> list[str]:
     costs = {row.label: row for row in cost_rows(comparison)}
     domains = label_rows(comparison)
     sentences = []
-    for label in costs:
-        if label in (base, REFERENCE):
+    for (planner, budget), runs in comparison.groups.items():
+        label, base = runs[0].label, baseline(comparison, planner, budget)
+        if planner == REFERENCE or base is None:
             continue
         sentences.append(_verdict(label, base, rows, costs))
-        worse = {
-            name: value - domains[base][name]
-            for name, value in domains[label].items()
-            if value - domains[base].get(name, value) > _BAD
-        }
-        for name, difference in sorted(worse.items(), key=lambda item: -item[1])[:3]:
-            windows = sum(labels.count(name) for labels in comparison.window_labels.values())
-            sentences.append(
-                f"{label} is worse than {base} on domain {name!r} by {difference:.3f} "
-                f"({windows} window{'' if windows == 1 else 's'})."
-            )
+        sentences += _worse_domains(comparison, label, base, domains)
+    return sentences
+
+
+def _worse_domains(
+    comparison: Comparison, label: str, base: str, domains: dict[str, dict[str, float]]
+) -> list[str]:
+    """A sentence for each of the three domains where it is worst against the baseline."""
+    worse = {
+        name: value - domains[base][name]
+        for name, value in domains[label].items()
+        if value - domains[base].get(name, value) > _BAD
+    }
+    sentences = []
+    for name, difference in sorted(worse.items(), key=lambda item: -item[1])[:3]:
+        windows = sum(labels.count(name) for labels in comparison.window_labels.values())
+        sentences.append(
+            f"{label} is worse than {base} on domain {name!r} by {difference:.3f} "
+            f"({windows} window{'' if windows == 1 else 's'})."
+        )
     return sentences
 
 

@@ -18,6 +18,7 @@ from moeserve_placement.report.plotting import (
     load,
     look,
 )
+from moeserve_placement.report.words import printable
 
 _MOST_MAPS = 4
 _WIDTH_CHARACTERS = 95  # of small print over the width of the time axis
@@ -106,6 +107,11 @@ def _further_pictures(comparison: Comparison) -> list[Picture]:
     return found
 
 
+def drawn(text: str) -> str:
+    """Text as matplotlib shows it unchanged: a dollar sign would begin a formula."""
+    return printable(text).replace("$", r"\$")
+
+
 def headline_runs(comparison: Comparison) -> list[Run]:
     """One run per planner: first seed, without a budget or else with the last of the budgets."""
     found: dict[str, Run] = {}
@@ -146,7 +152,8 @@ def draw_heat_maps(figure: Any, comparison: Comparison) -> None:
         )
         peak = level.max(0).mean()
         before = "before: " if run.planner == REFERENCE else ""
-        axis.set_title(f"{before}{run.label} - fullest rank {peak:.2f} on average", loc="left")
+        title = f"{before}{run.label} - fullest rank {peak:.2f} on average"
+        axis.set_title(drawn(title), loc="left")
         axis.set_ylabel("rank")
         axis.grid(False)
         _whole_numbers(axis.yaxis)
@@ -165,7 +172,7 @@ def draw_timeline(figure: Any, comparison: Comparison) -> None:
     for run in runs:
         values = run.window_imbalance(comparison.batch_of(run))
         looks = run_look(comparison, run)
-        upper.plot(values, label=run.label, markersize=3.5, linewidth=1.4, **looks)
+        upper.plot(values, label=drawn(run.label), markersize=3.5, linewidth=1.4, **looks)
     width = 0.8 / max(len(planners), 1)
     for index, run in enumerate(planners):
         plans = [plan for plan in run.plans if plan.num_copies]
@@ -203,7 +210,7 @@ def _mark_domains(axis: Any, comparison: Comparison, seed: int) -> None:
             axis.text(
                 (start + stop - 1) / 2,
                 1.01,
-                name if len(name) <= room else f"{name[: room - 2]}..",
+                drawn(name if len(name) <= room else f"{name[: room - 2]}.."),
                 transform=axis.get_xaxis_transform(),
                 ha="center",
                 fontsize=8,
@@ -226,7 +233,7 @@ def draw_pareto(figure: Any, comparison: Comparison) -> None:
         group = [runs[0].label for (p, _), runs in comparison.groups.items() if p == name]
         group.sort(key=lambda label: costs[label].copies.mean)
         looks = run_look(comparison, next(r for r in comparison.runs if r.planner == name))
-        looks = looks | {"marker": looks["marker"] or "x"}
+        looks = looks | {"marker": looks["marker"] or "x", "label": drawn(name)}
         y = [balances[label].mean for label in group]
         errors = None
         if len(comparison.seeds) > 1:
@@ -235,9 +242,7 @@ def draw_pareto(figure: Any, comparison: Comparison) -> None:
             (axes[0], [costs[label].copies.mean for label in group]),
             (axes[1], [costs[label].num_bytes.mean / scale for label in group]),
         ):
-            axis.errorbar(
-                x, [v.mean for v in y], yerr=errors, label=name, markersize=6, capsize=2, **looks
-            )
+            axis.errorbar(x, [v.mean for v in y], yerr=errors, markersize=6, capsize=2, **looks)
     axes[0].set_xlabel("experts copied per plan")
     axes[1].set_xlabel(f"{unit} copied per plan")
     axes[0].set_ylabel("imbalance (fullest / mean)")
@@ -286,7 +291,8 @@ def draw_distribution(figure: Any, comparison: Comparison) -> None:
         values = np.sort(values)
         looks = run_look(comparison, shown) | {"marker": ""}
         share = np.arange(1, len(values) + 1) / len(values)
-        axis.plot(values, share, label=shown.label, linewidth=1.6, drawstyle="steps-post", **looks)
+        looks |= {"label": drawn(shown.label), "drawstyle": "steps-post"}
+        axis.plot(values, share, linewidth=1.6, **looks)
     axis.set_xlabel("imbalance (fullest / mean)")
     axis.set_ylabel("share of batches x layers")
     axis.set_ylim(0, 1.01)
@@ -305,7 +311,7 @@ def draw_batch_sizes(figure: Any, comparison: Comparison) -> None:
             ]
             looks = run_look(comparison, run)
             x = [row.batch_size for row in mine]
-            axis.plot(x, [row.mean.mean for row in mine], label=run.label, **looks)
+            axis.plot(x, [row.mean.mean for row in mine], label=drawn(run.label), **looks)
         axis.set_xscale("log", base=2)
         axis.set_xticks(comparison.settings.batch_sizes)
         axis.xaxis.set_major_formatter(load("matplotlib.ticker").FormatStrFormatter("%d"))
@@ -327,7 +333,7 @@ def draw_rank_bytes(figure: Any, comparison: Comparison) -> None:
     axes = figure.subplots(1, len(runs), squeeze=False)[0]
     for axis, run, matrix in zip(axes, runs, sent, strict=True):
         image = axis.imshow(matrix / scale, cmap=MAP, vmin=0, vmax=largest / scale)
-        axis.set_title(run.label, loc="left", fontsize=9)
+        axis.set_title(drawn(run.label), loc="left", fontsize=9)
         axis.set_xlabel("to rank")
         axis.grid(False)
         _whole_numbers(axis.xaxis)

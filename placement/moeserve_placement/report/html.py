@@ -11,12 +11,13 @@ from pathlib import Path
 from moeserve_placement.placement import PlacementError
 from moeserve_placement.replay.results import Comparison
 from moeserve_placement.replay.summary import balance_rows, cost_rows, findings, label_rows
-from moeserve_placement.report.figures import Picture, pictures
+from moeserve_placement.report.figures import Picture, drawn, pictures
 from moeserve_placement.report.plotting import load, new_figure, style, svg
 from moeserve_placement.report.words import (
     batch_words,
     bytes_words,
     header_lines,
+    printable,
     sampling_words,
     split_words,
     spread_words,
@@ -101,7 +102,8 @@ def to_png(comparison: Comparison) -> bytes:
     with style():
         heights = [picture.height + 0.35 for picture in shown]
         figure = new_figure(max(picture.width for picture in shown), sum(heights) + 0.8)
-        figure.suptitle("\n".join(header_lines(comparison)), fontsize=10, x=0.01, ha="left")
+        heading = "\n".join(map(drawn, header_lines(comparison)))
+        figure.suptitle(heading, fontsize=10, x=0.01, ha="left")
         parts = figure.subfigures(len(shown), 1, height_ratios=heights, squeeze=False)[:, 0]
         for part, picture in zip(parts, shown, strict=True):
             part.suptitle(picture.title, fontsize=11, x=0.01, ha="left", weight="bold")
@@ -214,4 +216,4 @@ def _note(text: str) -> str:
 
 
 def _text(value: str) -> str:
-    return html.escape(value, quote=True)
+    return html.escape(printable(value), quote=True)

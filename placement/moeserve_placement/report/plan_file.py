@@ -6,7 +6,8 @@ The object has "format": "moeserve-plan", "version": 1 and
 - placement and current: placement objects (see ``placement.py``), current is null for a cold start;
 - moves: in order, each {"layer", "gain", "writes": [{"rank", "slot", "expert", "replaces",
   "source_rank", "link", "num_bytes"}]};
-- load: the tokens per expert that it was planned for, [num_layers][num_experts], any scale;
+- load: the tokens per expert that it was planned for, [num_layers][num_experts], layers in
+  ascending order, any scale;
 - before, after: {"imbalance", "worst_imbalance"} means over layers, or null.
 """
 
@@ -44,8 +45,8 @@ _WRITE = {
 class PlanFile:
     """A plan with what it was made for.
 
-    load: tokens per expert, float64 [num_layers, num_experts], in the order of the placement's
-    layers. before, after: mean imbalance that the planner forecast, None where it did not.
+    load: tokens per expert, float64 [num_layers, num_experts], in the order of ``layer_ids``.
+    before, after: mean imbalance that the planner forecast, None where it did not.
     """
 
     planner: str
@@ -70,15 +71,15 @@ class PlanFile:
             placement=plan.placement,
             current=plan.current,
             moves=plan.moves,
-            load=load,
+            load=load[np.argsort(plan.layer_ids)],
             before=_mean(plan.before),
             after=_mean(plan.after),
         )
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """Model layer indices, the order of ``load``."""
-        return tuple(self.placement.layers)
+        """Model layer indices in ascending order, whatever the order of the history was."""
+        return tuple(sorted(self.placement.layers))
 
 
 def save_plan(path: Path, plan: PlanFile) -> None:

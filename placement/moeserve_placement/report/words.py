@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import unicodedata
+
 from moeserve_placement.replay.results import BATCH, FIXED, Comparison, Spread
 from moeserve_placement.topology import Topology
+
+_ACTING = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Unicode categories that a terminal or a page acts on: control, format, surrogates, breaks."""
+
+
+def printable(text: str) -> str:
+    """``text`` on one line, with a replacement character for all that would not be shown."""
+    if text.isprintable():
+        return text
+    shown = (" " if char in "\t\n\r" else char for char in text)
+    return "".join("\ufffd" if unicodedata.category(char) in _ACTING else char for char in shown)
 
 
 def spread_words(spread: Spread | None, *, digits: int = 3) -> str:
@@ -70,11 +83,11 @@ def counted(number: int, noun: str) -> str:
 def header_lines(comparison: Comparison) -> list[str]:
     """What was played on what."""
     settings = comparison.settings
-    facts = ", ".join(comparison.facts.values())
+    name, facts = printable(comparison.trace), ", ".join(comparison.facts.values())
     shape = comparison.expert_load.shape
     scored = len(next(iter(comparison.window_labels.values())))
     lines = [
-        f"{comparison.trace}: {facts}" if facts else comparison.trace,
+        f"{name}: {printable(facts)}" if facts else name,
         f"{topology_words(comparison.topology)}; {shape[1]} experts in {shape[0]} layers",
     ]
     is_counts = comparison.batch_of(comparison.runs[0]) == 0

@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from moeserve_placement.placement import Placement
-from moeserve_placement.traces.detect import FORMATS, Data, Format, detect, get_format
+from moeserve_placement.traces.detect import FORMATS, Data, Format, get_format, open_as
 from moeserve_placement.traces.options import ReadOptions
-from moeserve_placement.traces.trace import CountTrace, RoutingTrace, TraceError
+from moeserve_placement.traces.trace import (
+    CountTrace,
+    RoutingTrace,
+    TraceError,
+    check_counts_size,
+)
 from moeserve_placement.traces.windows import count_windows
 
 
@@ -40,13 +45,16 @@ def convert(
     Raises:
         TraceError: a file can not be read or written, or the target can not hold such data.
     """
-    reader = get_format(source_format or detect(source))
-    data = reader.read(source, options or ReadOptions())
+    if tokens_per_window < 1:
+        raise TraceError(f"tokens_per_window = {tokens_per_window}: must be at least 1")
+    options = options or ReadOptions()
+    reader, data = open_as(source, options, format_name=source_format)
     writer = get_format(target_format) if target_format else infer_format(target, data)
     lost: tuple[str, ...] = ()
     if isinstance(data, RoutingTrace) and RoutingTrace not in writer.writes:
         if CountTrace not in writer.writes:
             raise _refusal(writer, data)
+        check_counts_size(data, tokens_per_window, max_bytes=options.max_bytes)
         data = count_windows(data, tokens_per_window)
         lost = (f"tokens: only counts of windows of {tokens_per_window} tokens are kept",)
     if writer.write is None or not isinstance(data, writer.writes):

@@ -11,20 +11,21 @@ from typing import Any
 
 from moeserve_placement.placement import FORMAT as PLACEMENT_FORMAT
 from moeserve_placement.placement import Placement
-from moeserve_placement.placement_npz import load_npz, save_npz
+from moeserve_placement.text_files import open_regular
 from moeserve_placement.traces.esft import is_esft, read_esft, write_esft
 from moeserve_placement.traces.files import (
+    MAX_BYTES,
     parse_json,
     read_text,
     reading,
-    replacing,
     write_text,
 )
 from moeserve_placement.traces.format import read_trace, write_trace
 from moeserve_placement.traces.json_form import is_trace_document
 from moeserve_placement.traces.omni import is_pattern, omni_placement, read_omni, write_omni
 from moeserve_placement.traces.options import ReadOptions
-from moeserve_placement.traces.raw import is_raw, read_raw
+from moeserve_placement.traces.placement_npz import is_placement, load_npz, save_npz
+from moeserve_placement.traces.raw import ids_trace, is_raw, read_raw
 from moeserve_placement.traces.safe_npz import SafeNpz, read_npy
 from moeserve_placement.traces.sglang import read_sglang, write_sglang
 from moeserve_placement.traces.sglang_location import (
@@ -37,9 +38,10 @@ from moeserve_placement.traces.tensorrt_llm import (
     read_tensorrt_llm,
     write_tensorrt_llm,
 )
-from moeserve_placement.traces.trace import CountTrace, RoutingTrace, TraceError
-from moeserve_placement.traces.vllm import WINDOW, read_vllm, write_vllm
+from moeserve_placement.traces.trace import Array, CountTrace, RoutingTrace, TraceError
+from moeserve_placement.traces.vllm import WINDOW, counts_of, read_vllm, write_vllm
 
+_NPY = b"\x93NUMPY"
 _OURS = re.compile(r'\s*\{\s*"format"\s*:\s*"moeserve-trace"')
 
 Data = RoutingTrace | CountTrace | Placement
@@ -90,15 +92,11 @@ def _write_placement(path: Path, placement: Placement) -> tuple[str, ...]:
 
 
 def _read_placement_npz(path: Path, options: ReadOptions) -> Data:
-    with reading(path):
-        with SafeNpz(path, max_bytes=options.max_bytes):
-            pass  # headers and declared sizes are checked before anything is read
-        return load_npz(path)[0]
+    return load_npz(path, max_bytes=options.max_bytes)[0]
 
 
 def _write_placement_npz(path: Path, placement: Placement) -> tuple[str, ...]:
-    with replacing(path) as partial:
-        save_npz(partial, placement)
+    save_npz(path, placement)
     return ()
 
 
@@ -142,6 +140,11 @@ _ALL = (
 )
 FORMATS = {item.name: item for item in _ALL}
 """Name -> format."""
+_ARRAY_READERS: dict[str, Callable[[Array, ReadOptions], Data]] = {
+    "omni": omni_placement,
+    "raw": ids_trace,
+    "vllm": lambda array, options: counts_of({WINDOW: array}, options),
+}
 
 
 def open_trace(path: Path | str, options: ReadOptions | None = None) -> RoutingTrace | CountTrace:
@@ -164,8 +167,19 @@ def open_any(
     Raises:
         TraceError: it can not be read, is of no known format, or is damaged.
     """
-    path, options = Path(path), options or ReadOptions()
-    return get_format(format_name or detect(path)).read(path, options)
+    return open_as(Path(path), options or ReadOptions(), format_name=format_name)[1]
+
+
+def open_as(path: Path, options: ReadOptions, *, format_name: str | None) -> tuple[Format, Data]:
+    """The format of a file and what it holds; see ``open_any``."""
+    if format_name is None and _first_bytes(path).startswith(_NPY):
+        # The content of a plain array tells its format: it is read once for both.
+        array = read_npy(path, max_bytes=options.max_bytes)
+        with reading(path):
+            name = _array_format(array)
+            return FORMATS[name], _ARRAY_READERS[name](array, options)
+    found = get_format(format_name or detect(path, max_bytes=options.max_bytes))
+    return found, found.read(path, options)
 
 
 def get_format(name: str) -> Format:
@@ -179,23 +193,24 @@ def get_format(name: str) -> Format:
     return FORMATS[name]
 
 
-def detect(path: Path) -> str:
+def detect(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
     """The name of the format of a file or folder, from its first bytes, members or keys.
+
+    max_bytes: limit on an array that has to be read for that (.npy).
 
     Raises:
         TraceError: it can not be read or is of no known format.
     """
+    magic = _first_bytes(path)
     with reading(path):
         if path.is_dir():
             if is_esft(path):
                 return "esft"
             raise TraceError("is a folder without expert_weights_<layer>.txt files")
-        with path.open("rb") as stream:
-            magic = stream.read(8)
         if magic.startswith(b"PK"):
             return _detect_zip(path)
-        if magic.startswith(b"\x93NUMPY"):
-            return _detect_npy(path)
+        if magic.startswith(_NPY):
+            return _array_format(read_npy(path, max_bytes=max_bytes))
         if magic[:1] == b"\x80":
             raise TraceError("is a Python pickle: refused")
         return _detect_text(path)
@@ -208,7 +223,7 @@ def _detect_zip(path: Path) -> str:
     with SafeNpz(path) as npz:
         if "header" in npz:
             return "npz"
-        if {"format", "layer_ids", "slots"} <= set(npz.headers):
+        if is_placement(npz):
             return "placement-npz"
         if WINDOW in npz:
             return "vllm"
@@ -218,8 +233,17 @@ def _detect_zip(path: Path) -> str:
     raise TraceError(f"is an npz of no known format, with the arrays {names[:120]}")
 
 
-def _detect_npy(path: Path) -> str:
-    array = read_npy(path)
+def _first_bytes(path: Path) -> bytes:
+    """The beginning of a file; nothing for a folder."""
+    with reading(path):
+        if path.is_dir():
+            return b""
+        with open_regular(path) as stream:
+            return stream.read(8)
+
+
+def _array_format(array: Array) -> str:
+    """The format of the one array of a .npy file."""
     if array.ndim != 3:
         raise TraceError(f"is an array of shape {array.shape}: no format here has such")
     if is_pattern(array):
@@ -229,6 +253,8 @@ def _detect_npy(path: Path) -> str:
             pass
         else:
             return "omni"
+    if array.dtype.kind not in "iu":
+        raise TraceError(f"is an array of {array.dtype}: ids and counts are integers")
     # Ids are stored in narrow types, counts in wide ones.
     return "raw" if array.dtype.itemsize <= 2 else "vllm"
 

@@ -37,7 +37,7 @@ def read_esft(path: Path, options: ReadOptions | None = None) -> RoutingTrace:
 
     The files do not hold top_k: without the option it is the largest number that divides every
     line and never puts an expert twice into one token. Weights are read as float32. Options:
-    top_k, num_experts (else the highest id plus one).
+    top_k, num_experts (else the highest id plus one), max_bytes (of all text).
 
     Raises:
         TraceError: no such files, lines that do not agree between layers, text that is not such a
@@ -48,10 +48,11 @@ def read_esft(path: Path, options: ReadOptions | None = None) -> RoutingTrace:
         folders = _folders(path)
         names = [folder.name for folder in folders]
         layers = _layers(folders)
+        _check_size(folders, max_bytes=options.max_bytes)
         logs = [[_read_log(folder, layer) for layer in layers] for folder in folders]
         lines = [list(zip(*log, strict=True)) for log in logs]
         flat = [line for folder_lines in lines for line in folder_lines]
-        top_k = options.top_k or _infer_top_k(flat)
+        top_k = _infer_top_k(flat) if options.top_k is None else options.top_k
         ids, weights = _join(flat, top_k)
         is_labelled = folders != [path]
         labels = [name for name, part in zip(names, lines, strict=True) for _ in part]
@@ -131,6 +132,14 @@ def _layers(folders: list[Path]) -> tuple[int, ...]:
         if tuple(sorted(_layer_files(folder))) != layers:
             raise TraceError(f"{folder.name} and {folders[0].name}: have files of other layers")
     return layers
+
+
+def _check_size(folders: list[Path], *, max_bytes: int) -> None:
+    """Refuses logs whose arrays could exceed max_bytes: a number takes two characters or more."""
+    files = [path for folder in folders for path in _layer_files(folder).values()]
+    total = sum(path.stat().st_size for path in files)
+    if total > max_bytes:
+        raise TraceError(f"has {total:,} bytes of text, more than {max_bytes:,} (max_bytes)")
 
 
 def _read_log(folder: Path, layer: int) -> list[Line]:

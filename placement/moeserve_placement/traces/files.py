@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 import zipfile
@@ -12,13 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from moeserve_placement import text_files
 from moeserve_placement.placement import PlacementError
+from moeserve_placement.text_files import MAX_TEXT_BYTES, FileError, one_line
 from moeserve_placement.traces.trace import TraceError
 
 MAX_BYTES = 2 << 30
 """Bytes that the arrays of one file may hold in memory, unless the caller allows more."""
-MAX_TEXT_BYTES = 256 << 20
-"""Bytes of a text file (JSON, YAML, tab-separated)."""
 
 DAMAGE = (
     EOFError,
@@ -43,7 +42,7 @@ def reading(path: Path) -> Iterator[None]:
     """Turns whatever goes wrong inside into a TraceError of one line that starts with the path."""
     try:
         yield
-    except (TraceError, PlacementError) as error:
+    except (TraceError, PlacementError, FileError) as error:
         if str(error).startswith(f"{path}:"):
             raise
         raise TraceError(f"{path}: {error}") from error
@@ -69,16 +68,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str:
-    """The UTF-8 text of a file.
+    """The UTF-8 text of a regular file.
 
     Raises:
         TraceError: it can not be read, is not UTF-8, or is longer than max_bytes.
     """
     with reading(path):
-        size = path.stat().st_size
-        if size > max_bytes:
-            raise TraceError(f"has {size:,} bytes, text files may have {max_bytes:,}")
-        return path.read_text(encoding="utf-8")
+        return text_files.read_text(path, max_bytes=max_bytes)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -94,28 +90,18 @@ def parse_json(text: str, *, what: str) -> Any:
         TraceError: not such a JSON text.
     """
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
-    except TraceError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"{what}: not valid JSON: {one_line(error)}") from error
+        return text_files.parse_json(text, what=what)
+    except FileError as error:
+        raise TraceError(str(error)) from error
 
 
-def one_line(error: BaseException) -> str:
-    """The message of an error as one short line; its type where it has no message."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise TraceError(f"JSON: key {key[:40]!r} comes twice")
-            seen.add(key)
-    return found
-
-
-def _no_constant(name: str) -> Any:
-    raise TraceError(f"JSON: {name} is not a finite number")
+__all__ = [
+    "DAMAGE",
+    "MAX_BYTES",
+    "one_line",
+    "parse_json",
+    "read_text",
+    "reading",
+    "replacing",
+    "write_text",
+]

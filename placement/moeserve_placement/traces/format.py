@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from moeserve_placement.text_files import open_regular
 from moeserve_placement.traces.files import MAX_BYTES, parse_json, read_text, reading, write_text
 from moeserve_placement.traces.json_form import (
     check_document,
@@ -61,7 +62,7 @@ def read_trace(path: Path, *, max_bytes: int = MAX_BYTES) -> RoutingTrace | Coun
         TraceError: it can not be read, is damaged, too large, or not a valid trace.
     """
     with reading(path):
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             is_zip = stream.read(2) == b"PK"
         if not is_zip:
             return parse_trace(parse_json(read_text(path), what="trace"))

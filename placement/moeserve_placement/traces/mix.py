@@ -10,14 +10,19 @@ import csv
 import datetime
 import io
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moeserve_placement.traces.files import parse_json, read_text, reading
+from moeserve_placement.traces.files import one_line, parse_json, read_text, reading
 from moeserve_placement.traces.info import imbalance
 from moeserve_placement.traces.trace import Array, RoutingTrace, TraceError
+
+MAX_REQUESTS = 1 << 22
+_MAX_CHOICES = 1 << 30
+"""Expert ids of a drawn trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +48,8 @@ class MixSpec:
             raise TraceError(f"focus = {self.focus}: must be in [0, 1]")
         if not 0 < self.tolerance < 1:
             raise TraceError(f"tolerance = {self.tolerance}: must be more than 0 and less than 1")
+        if self.seed < 0:
+            raise TraceError(f"seed = {self.seed}: must be 0 or more")
 
 
 def mix_under_clock(
@@ -69,6 +76,12 @@ def mix_under_clock(
     rng = np.random.default_rng(spec.seed)
     domains = (rng.random((times.size, 1)) > np.cumsum(chances, axis=1)[:, :-1]).sum(axis=1)
     drawn = np.array([rng.choice(members[domain]) for domain in domains])
+    num_choices = int(trace.sequence_lengths[drawn].sum()) * trace.num_layers * trace.top_k
+    if num_choices > _MAX_CHOICES:
+        raise TraceError(
+            f"num_requests = {times.size}: their sequences have {num_choices:,} expert ids in all, "
+            f"must be at most {_MAX_CHOICES:,}"
+        )
     mixed = trace.sequences(drawn)
     stated = _expected_imbalance(trace, members, chances)
     realised = np.array([imbalance(load) for load in mixed.counts()])
@@ -99,9 +112,14 @@ def domain_chances(times_s: Array, num_domains: int, *, spec: MixSpec) -> Array:
 
 
 def poisson_clock(num_requests: int, requests_per_s: float, *, seed: int = 0) -> Array:
-    """Arrival times of a Poisson process, seconds: float64 [num_requests]."""
-    if num_requests < 1 or not 0 < requests_per_s < np.inf:
-        raise TraceError("num_requests and requests_per_s: must be more than 0")
+    """Arrival times of a Poisson process, seconds: float64 [num_requests].
+
+    Raises:
+        TraceError: a number is out of range.
+    """
+    _check_requests(num_requests)
+    if not 0 < requests_per_s < np.inf:
+        raise TraceError(f"requests_per_s = {requests_per_s}: must be more than 0, and finite")
     rng = np.random.default_rng(seed)
     return np.cumsum(rng.exponential(1 / requests_per_s, num_requests))
 
@@ -114,28 +132,39 @@ def read_clock(path: Path, *, limit: int | None = None) -> Array:
     limit: only the first so many requests.
 
     Raises:
-        TraceError: neither layout, a time that can not be read, or no requests.
+        TraceError: neither layout, a time that can not be read, no requests, or a limit out of
+            range.
     """
+    if limit is not None:
+        _check_requests(limit)
     with reading(path):
         text = read_text(path)
         if text.lstrip().startswith("{"):
             lines = [line for line in text.splitlines() if line.strip()][:limit]
             times = [_json_time(line, i) for i, line in enumerate(lines)]
         else:
-            rows = csv.DictReader(io.StringIO(text))
-            if "TIMESTAMP" not in (rows.fieldnames or ()):
-                raise TraceError("has neither a TIMESTAMP column nor JSON lines with a timestamp")
-            times = [
-                _csv_time(row["TIMESTAMP"], i)
-                for i, row in enumerate(rows)
-                if limit is None or i < limit
-            ]
+            times = _csv_times(text, limit)
         if not times:
             raise TraceError("has no requests")
         clock = np.sort(np.array(times, dtype=np.float64))
         if not np.isfinite(clock).all():
             raise TraceError("has a time that is not a finite number")
         return np.asarray(clock - clock[0])
+
+
+def _check_requests(number: int) -> None:
+    if not 1 <= number <= MAX_REQUESTS:
+        raise TraceError(f"num_requests = {number}: must be in [1, {MAX_REQUESTS}]")
+
+
+def _csv_times(text: str, limit: int | None) -> list[float]:
+    try:
+        rows = csv.DictReader(io.StringIO(text))
+        if "TIMESTAMP" not in (rows.fieldnames or ()):
+            raise TraceError("has neither a TIMESTAMP column nor JSON lines with a timestamp")
+        return [_csv_time(row["TIMESTAMP"], i) for i, row in enumerate(islice(rows, limit))]
+    except csv.Error as error:
+        raise TraceError(f"is not CSV: {one_line(error)}") from error
 
 
 def _json_time(line: str, index: int) -> float:

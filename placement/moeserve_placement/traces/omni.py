@@ -6,12 +6,13 @@ of a placement are lost on writing. Its layers are the MoE layers in order.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
 
 from moeserve_placement.placement import Placement, PlacementError
-from moeserve_placement.traces.files import reading
+from moeserve_placement.traces.files import MAX_BYTES, reading
 from moeserve_placement.traces.options import ReadOptions
 from moeserve_placement.traces.safe_npz import read_npy, write_npy
 from moeserve_placement.traces.trace import MAX_EXPERTS, Array, TraceError
@@ -55,10 +56,16 @@ def write_omni(path: Path, placement: Placement) -> tuple[str, ...]:
     """Writes the 0/1 array as int32, layers in order of their index; says what is lost.
 
     Raises:
-        TraceError: the file can not be written.
+        TraceError: the file can not be written, or the array would be too large.
     """
     layers = sorted(placement.layers)
-    array = np.zeros((placement.num_ranks, len(layers), placement.num_experts), dtype=np.int32)
+    shape = (placement.num_ranks, len(layers), placement.num_experts)
+    if 4 * math.prod(shape) > MAX_BYTES:
+        raise TraceError(
+            f"an array [ranks, layers, experts] of {list(shape)} needs {4 * math.prod(shape):,} "
+            f"bytes, must be at most {MAX_BYTES:,}"
+        )
+    array = np.zeros(shape, dtype=np.int32)
     in_order = True
     for i, layer in enumerate(layers):
         for rank, slots in enumerate(placement.layers[layer]):

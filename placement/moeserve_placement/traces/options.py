@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeserve_placement.traces.files import MAX_BYTES
-from moeserve_placement.traces.trace import MAX_EXPERTS, Array, TraceError
+from moeserve_placement.traces.trace import MAX_EXPERTS, MAX_LAYER, MAX_TOP_K, Array, TraceError
+
+_MAX_RANKS = 1 << 20
+_MAX_MAX_BYTES = 1 << 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +23,9 @@ class ReadOptions:
     select: only the arrays of a raw npz whose name starts so.
     first_layer: model layer index of the first layer, for formats that only number MoE layers.
     max_bytes: limit on one array in memory.
+
+    Raises:
+        TraceError: a number is out of range.
     """
 
     num_experts: int | None = None
@@ -28,6 +34,18 @@ class ReadOptions:
     select: str | None = None
     first_layer: int = 0
     max_bytes: int = MAX_BYTES
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("num_experts", 1, MAX_EXPERTS),
+            ("top_k", 1, MAX_TOP_K),
+            ("num_ranks", 1, _MAX_RANKS),
+            ("first_layer", 0, MAX_LAYER),
+            ("max_bytes", 1, _MAX_MAX_BYTES),
+        ):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise TraceError(f"{name} = {value}: must be in [{low}, {high}]")
 
     def layer_ids(self, num_layers: int) -> tuple[int, ...]:
         """Consecutive layer ids from first_layer on."""

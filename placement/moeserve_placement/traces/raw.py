@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from moeserve_placement.text_files import open_regular
 from moeserve_placement.traces.files import reading
 from moeserve_placement.traces.options import ReadOptions
 from moeserve_placement.traces.safe_npz import SafeNpz, read_npy
@@ -29,13 +30,18 @@ def read_raw(path: Path, options: ReadOptions | None = None) -> RoutingTrace | C
     """
     options = options or ReadOptions()
     with reading(path):
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             is_npy = stream.read(6) == b"\x93NUMPY"
         if is_npy:
-            ids = read_npy(path, max_bytes=options.max_bytes)
-            return _routing({"ids": ids}, {"ids": np.array([ids.shape[0]])}, options, names=False)
+            return ids_trace(read_npy(path, max_bytes=options.max_bytes), options)
         with SafeNpz(path, max_bytes=options.max_bytes) as npz:
             return _from_npz(npz, options)
+
+
+def ids_trace(ids: Array, options: ReadOptions) -> RoutingTrace:
+    """The trace of an array of ids [tokens, layers, top_k]: one sequence; see ``read_raw``."""
+    lengths = np.array(ids.shape[:1], dtype=np.int64)
+    return _routing({"ids": ids}, {"ids": lengths}, options, names=False)
 
 
 def is_raw(npz: SafeNpz) -> bool:

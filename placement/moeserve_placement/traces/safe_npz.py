@@ -8,6 +8,7 @@ text, that its size fits the limit, and that this is also the size the archive d
 from __future__ import annotations
 
 import math
+import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from moeserve_placement.text_files import open_regular
 from moeserve_placement.traces.files import MAX_BYTES, reading, replacing
 from moeserve_placement.traces.trace import Array, TraceError
 
@@ -57,12 +59,13 @@ class SafeNpz:
         self.path = path
         self._max_bytes = max_bytes
         with reading(path):
-            self._zip = zipfile.ZipFile(path)
+            self._file = open_regular(path)
         try:
             with reading(path):
+                self._zip = zipfile.ZipFile(self._file)
                 self.headers = self._read_headers()
         except BaseException:
-            self._zip.close()
+            self._file.close()
             raise
 
     def __enter__(self) -> SafeNpz:
@@ -75,6 +78,7 @@ class SafeNpz:
         traceback: TracebackType | None,
     ) -> None:
         self._zip.close()
+        self._file.close()
 
     def __contains__(self, name: str) -> bool:
         return name in self.headers
@@ -153,8 +157,8 @@ def read_npy(path: Path, *, max_bytes: int = MAX_BYTES) -> Array:
     Raises:
         TraceError: damaged, larger than max_bytes, or holding objects.
     """
-    with reading(path), path.open("rb") as stream:
-        header = read_header(stream, path.name, file_size=path.stat().st_size)
+    with reading(path), open_regular(path) as stream:
+        header = read_header(stream, path.name, file_size=os.fstat(stream.fileno()).st_size)
         if header.num_bytes > max_bytes:
             raise TraceError(f"has {header.num_bytes:,} bytes, more than {max_bytes:,} (max_bytes)")
         return _finish(_read_exactly(stream, header.num_bytes, path.name), header, stream)
@@ -194,14 +198,14 @@ def write_npz(path: Path, arrays: Mapping[str, Array]) -> None:
     with replacing(path) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as stream:
-                contiguous = np.ascontiguousarray(array)
+                contiguous = np.asarray(array, order="C")  # a single number stays one
                 np.lib.format.write_array(stream, contiguous, version=(1, 0), allow_pickle=False)
 
 
 def write_npy(path: Path, array: Array) -> None:
     """Writes a .npy file, whole or not at all."""
     with replacing(path) as partial, partial.open("wb") as stream:
-        np.lib.format.write_array(stream, np.ascontiguousarray(array), allow_pickle=False)
+        np.lib.format.write_array(stream, np.asarray(array, order="C"), allow_pickle=False)
 
 
 def _parse_header(text: str, name: str) -> ArrayHeader:

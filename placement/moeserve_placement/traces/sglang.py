@@ -15,15 +15,22 @@ reading and come back empty on writing. Fields as in SGLang's eplb/expert_distri
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moeserve_placement.traces.files import reading
+from moeserve_placement.traces.files import MAX_BYTES, reading
 from moeserve_placement.traces.options import ReadOptions, to_logical
 from moeserve_placement.traces.torch_file import load_torch_file, save_torch_file
-from moeserve_placement.traces.trace import Array, CountTrace, RoutingTrace, TraceError
+from moeserve_placement.traces.trace import (
+    MAX_LAYERS,
+    Array,
+    CountTrace,
+    RoutingTrace,
+    TraceError,
+)
 
 _MIN_COLUMNS = 8
 """Columns of topk_ids_of_layer: SGLang always stores this many."""
@@ -94,7 +101,8 @@ def write_sglang(path: Path, trace: RoutingTrace | CountTrace) -> tuple[str, ...
     """Writes a recorder file: ``stat`` from counts, ``per_token`` from routing; says what is lost.
 
     Raises:
-        TraceError: torch is missing, or the file can not be written.
+        TraceError: torch is missing, the file can not be written, or a layer index is so high that
+            a row for every layer below it would be too much.
     """
     if isinstance(trace, CountTrace):
         save_torch_file(path, _stat(trace))
@@ -180,10 +188,31 @@ def _lengths(extend_seq_lens: Any, mode: Any, num_tokens: int) -> list[int]:
     return [num_tokens] if num_tokens else []
 
 
+def all_layers(layer_ids: Iterable[int], bytes_per_layer: int, *, max_bytes: int) -> int:
+    """Layers of a model that has these ones, for files with a row for every layer of the model.
+
+    Raises:
+        TraceError: more than MAX_LAYERS, or so many that the file would have more than max_bytes.
+    """
+    highest = max(layer_ids)
+    if highest >= MAX_LAYERS:
+        raise TraceError(
+            f"layer_ids: holds {highest}, must be below {MAX_LAYERS}: SGLang's files have a row "
+            "for every layer of the model"
+        )
+    num_bytes = (highest + 1) * bytes_per_layer
+    if num_bytes > max_bytes:
+        raise TraceError(
+            f"layer_ids: a row for every layer up to {highest} needs {num_bytes:,} bytes, must be "
+            f"at most {max_bytes:,}"
+        )
+    return highest + 1
+
+
 def _stat(trace: CountTrace) -> dict[str, Any]:
-    counts = np.zeros(
-        (trace.num_windows, max(trace.layer_ids) + 1, trace.num_experts), dtype=np.int32
-    )
+    row_bytes = 4 * trace.num_windows * trace.num_experts
+    num_layers = all_layers(trace.layer_ids, row_bytes, max_bytes=MAX_BYTES)
+    counts = np.zeros((trace.num_windows, num_layers, trace.num_experts), dtype=np.int32)
     if int(trace.counts.max()) > np.iinfo(np.int32).max:
         raise TraceError("counts: SGLang stores int32, a count is larger")
     counts[:, list(trace.layer_ids)] = trace.counts
@@ -191,7 +220,9 @@ def _stat(trace: CountTrace) -> dict[str, Any]:
 
 
 def _per_token(trace: RoutingTrace) -> dict[str, Any]:
-    num_layers = max(trace.layer_ids) + 1
+    columns = max(_MIN_COLUMNS, trace.top_k)
+    row_bytes = 4 * (trace.num_tokens * columns + trace.num_sequences * trace.num_experts)
+    num_layers = all_layers(trace.layer_ids, row_bytes, max_bytes=MAX_BYTES)
     slots = np.tile(np.arange(trace.num_experts, dtype=np.int64), (num_layers, 1))
     records = [
         _record(trace, i, int(start), num_layers) for i, start in enumerate(trace.sequence_starts)

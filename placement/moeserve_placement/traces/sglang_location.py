@@ -14,15 +14,17 @@ from typing import Any
 import numpy as np
 
 from moeserve_placement.placement import Placement
+from moeserve_placement.text_files import MAX_TEXT_BYTES
 from moeserve_placement.traces.files import parse_json, read_text, reading, write_text
 from moeserve_placement.traces.json_form import to_array
 from moeserve_placement.traces.options import ReadOptions
-from moeserve_placement.traces.sglang import counts_trace
+from moeserve_placement.traces.sglang import all_layers, counts_trace
 from moeserve_placement.traces.slots import flat_slots, parse_slot_list, placement_of
 from moeserve_placement.traces.trace import CountTrace, TraceError
 
 MAP = "physical_to_logical_map"
 COUNT = "logical_count"
+_BYTES_PER_NUMBER = 3  # of text, at least: a digit, a comma and a space
 
 
 def read_sglang_location(path: Path, options: ReadOptions | None = None) -> Placement | CountTrace:
@@ -66,21 +68,24 @@ def write_sglang_location(path: Path, data: Placement | CountTrace) -> tuple[str
     """Writes the JSON; says what is lost. Layers the data does not name get experts in id order.
 
     Raises:
-        TraceError: ranks with different numbers of slots, or slots that can not hold all experts.
+        TraceError: ranks with different numbers of slots, slots that can not hold all experts, or a
+            text that would be too long to be read again.
     """
     if isinstance(data, CountTrace):
-        counts = np.zeros(
-            (data.num_windows, max(data.layer_ids) + 1, data.num_experts), dtype=np.int64
-        )
+        row_bytes = _BYTES_PER_NUMBER * data.num_windows * data.num_experts
+        num_layers = all_layers(data.layer_ids, row_bytes, max_bytes=MAX_TEXT_BYTES)
+        counts = np.zeros((data.num_windows, num_layers, data.num_experts), dtype=np.int64)
         counts[:, list(data.layer_ids)] = data.counts
-        write_text(path, json.dumps({COUNT: counts.tolist()}) + "\n")
+        windows = ",\n ".join(json.dumps(window.tolist()) for window in counts)
+        write_text(path, f'{{"{COUNT}": [{windows}]}}\n')
         lost = ["metadata"] if data.metadata else []
         return (*lost, *(["tokens_per_window"] if data.tokens_per_window is not None else []))
     num_slots = data.num_ranks * data.max_slots
+    row_bytes = _BYTES_PER_NUMBER * num_slots
+    num_layers = all_layers(data.layers, row_bytes, max_bytes=MAX_TEXT_BYTES)
     trivial = [slot % data.num_experts for slot in range(num_slots)]
     rows = [
-        flat_slots(data, layer) if layer in data.layers else trivial
-        for layer in range(max(data.layers) + 1)
+        flat_slots(data, layer) if layer in data.layers else trivial for layer in range(num_layers)
     ]
     write_text(path, json.dumps({MAP: rows}) + "\n")
     lost = [f"num_ranks = {data.num_ranks}: goes into the engine's own options"]

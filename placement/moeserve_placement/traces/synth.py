@@ -34,6 +34,7 @@ from moeserve_placement.traces.sampling import (
     solve_scale,
 )
 from moeserve_placement.traces.trace import (
+    MAX_LAYERS,
     Array,
     RoutingTrace,
     TraceError,
@@ -42,6 +43,10 @@ from moeserve_placement.traces.trace import (
 )
 
 _ATTEMPTS = 12
+_MAX_CHOICES = 1 << 30
+"""Expert ids of a trace: 2 GiB as they are kept, four times as much while a layer is drawn."""
+_MAX_PATTERN = 1 << 27
+"""Numbers of a popularity pattern, one per window, layer and expert: 1 GiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +81,7 @@ class SynthSpec:
 
     def __post_init__(self) -> None:
         check_num_experts(self.num_experts)
-        for name in ("num_tokens", "num_layers", "window_tokens", "sequence_length"):
-            if getattr(self, name) < 1:
-                raise TraceError(f"{name} = {getattr(self, name)}: must be at least 1")
-        if not 1 <= self.top_k < self.num_experts:
-            raise TraceError(f"top_k = {self.top_k}: must be in [1, {self.num_experts})")
+        self._check_sizes()
         if not 2 <= self.num_ranks <= self.num_experts:
             raise TraceError(f"num_ranks = {self.num_ranks}: must be in [2, {self.num_experts}]")
         for name, low, high in (
@@ -96,6 +97,30 @@ class SynthSpec:
                 )
         if not 0 <= self.rho <= 1:
             raise TraceError(f"rho = {self.rho}: must be in [0, 1]")
+        if self.seed < 0:
+            raise TraceError(f"seed = {self.seed}: must be 0 or more")
+
+    def _check_sizes(self) -> None:
+        for name in ("num_tokens", "num_layers", "window_tokens", "sequence_length"):
+            if getattr(self, name) < 1:
+                raise TraceError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if not 1 <= self.top_k < self.num_experts:
+            raise TraceError(f"top_k = {self.top_k}: must be in [1, {self.num_experts})")
+        for name, most in (("num_layers", MAX_LAYERS), ("num_tokens", self._most_tokens)):
+            if getattr(self, name) > most:
+                raise TraceError(
+                    f"{name} = {getattr(self, name)}: must be at most {most} "
+                    f"(with num_layers = {self.num_layers}, top_k = {self.top_k}, num_experts = "
+                    f"{self.num_experts}, window_tokens = {self.window_tokens})"
+                )
+
+    @property
+    def _most_tokens(self) -> int:
+        """Tokens whose choices, and whose windows, fit in memory."""
+        choices = _MAX_CHOICES // (self.num_layers * self.top_k)
+        windows = _MAX_PATTERN // (self.num_layers * self.num_experts)
+        # The order in which experts are drawn takes a number per expert and block of 32 tokens.
+        return min(choices, windows * self.window_tokens, 32 * _MAX_PATTERN // self.num_experts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,11 +22,12 @@ from moeserve_placement.placement import Placement
 from moeserve_placement.traces.files import one_line, read_text, reading, write_text
 from moeserve_placement.traces.options import ReadOptions
 from moeserve_placement.traces.slots import flat_slots, parse_slot_list, placement_of
-from moeserve_placement.traces.trace import TraceError
+from moeserve_placement.traces.trace import MAX_LAYER, TraceError
 
 ASSIGNMENTS = "initial_global_assignments"
 
 _MISSING = "needs PyYAML, which is not installed: pip install 'moeserve[traces]'"
+_MERGE = "tag:yaml.org,2002:merge"
 _MAX_YAML_BYTES = 16 << 20
 """PyYAML needs about 1 microsecond and 100 bytes of memory for each byte of text."""
 
@@ -55,7 +56,7 @@ def parse_tensorrt_llm(text: str, options: ReadOptions) -> Placement:
         raise TraceError(f"{ASSIGNMENTS}: must map a layer index to a list of slots")
     layers = {}
     for layer, slots in assignments.items():
-        if type(layer) is not int or not 0 <= layer < 1 << 31:
+        if type(layer) is not int or not 0 <= layer <= MAX_LAYER:
             raise TraceError(f"{ASSIGNMENTS}: {str(layer)[:40]!r} is not a model layer index")
         layers[layer] = parse_slot_list(f"layer {layer}", slots)
         if len(layers[layer]) != config.get("num_slots"):
@@ -63,7 +64,7 @@ def parse_tensorrt_llm(text: str, options: ReadOptions) -> Placement:
                 f"layer {layer}: has {len(layers[layer])} slots, but num_slots = "
                 f"{str(config.get('num_slots'))[:20]}"
             )
-    num_ranks = options.num_ranks or config.get("ep_size")
+    num_ranks = config.get("ep_size") if options.num_ranks is None else options.num_ranks
     if type(num_ranks) is not int:
         raise TraceError("num_ranks: TensorRT-LLM's file does not say it, give it")
     return placement_of(layers, num_ranks, num_experts=options.num_experts)
@@ -120,11 +121,16 @@ def _load_yaml(text: str) -> Any:
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [key.value for key, _ in node.value]
-            twice = {str(key) for key in keys if keys.count(key) > 1} if len(keys) < 4096 else set()
-            if twice:
-                raise TraceError(f"YAML: key {min(twice)[:40]!r} comes twice")
-            return super().construct_mapping(node, deep)
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                    raise TraceError(f"YAML: key {key.value[:40]!r} comes twice")
+                seen.add(str(key.value))
+            num_keys = sum(key.tag != _MERGE for key, _ in node.value)
+            found = super().construct_mapping(node, deep)
+            if len(found) < num_keys:  # as 1 and 0x1 do
+                raise TraceError("YAML: two keys of a mapping have the same value")
+            return found
 
     try:
         return yaml.load(text, Loader=Loader)

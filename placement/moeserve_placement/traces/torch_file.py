@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from moeserve_placement.text_files import open_regular
 from moeserve_placement.traces.files import MAX_BYTES, one_line, reading, replacing
 from moeserve_placement.traces.trace import TraceError
 
@@ -27,18 +28,18 @@ def load_torch_file(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:
         import torch
     except ImportError as error:
         raise TraceError(_MISSING) from error
-    _check_sizes(path, max_bytes)
-    try:
-        # weights_only: no pickled class is built. The recorder's files come from elsewhere, so this
-        # is the one place where the ban on torch.load does not hold.
-        loaded = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
+    with reading(path), open_regular(path) as stream:
+        _check_sizes(stream, max_bytes)
+        stream.seek(0)
+        try:
+            # weights_only: no pickled class is built. The recorder's files come from elsewhere, so
+            # this is the one place where the ban on torch.load does not hold.
+            loaded = torch.load(stream, map_location="cpu", weights_only=True)  # noqa: TID251
+        except Exception as error:
+            # torch raises nearly every type for a damaged file; none of them is a fault of ours.
+            first = one_line(error).split(". ")[0]
+            raise TraceError(f"not a torch file of plain tensors: {first}") from error
         return _to_numpy(loaded, max_bytes)
-    except TraceError as error:
-        raise TraceError(f"{path}: {error}") from error
-    except Exception as error:
-        # torch raises nearly every type for a damaged file; none of them is a fault of ours.
-        first = one_line(error).split(". ")[0]
-        raise TraceError(f"{path}: not a torch file of plain tensors: {first}") from error
 
 
 def save_torch_file(path: Path, value: Any) -> None:
@@ -56,9 +57,9 @@ def save_torch_file(path: Path, value: Any) -> None:
         torch.save(_to_torch(torch, value), stream)
 
 
-def _check_sizes(path: Path, max_bytes: int) -> None:
+def _check_sizes(stream: BinaryIO, max_bytes: int) -> None:
     """Refuses damaged archives and bombs before torch, which checks neither, sees them."""
-    with reading(path), zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(stream) as archive:
         total = sum(member.file_size for member in archive.infolist())
         if total > max_bytes:
             raise TraceError(f"declares {total:,} bytes, more than {max_bytes:,} (max_bytes)")

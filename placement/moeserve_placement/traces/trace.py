@@ -17,6 +17,8 @@ Array = np.ndarray[Any, Any]
 MAX_EXPERTS = 1 << 16
 """Experts of one layer. A bound, so that a damaged header can not ask for a giant histogram."""
 MAX_LAYERS = 1 << 12
+MAX_LAYER = (1 << 31) - 1
+"""Highest model layer index."""
 MAX_TOP_K = 1 << 10
 
 _BLOCK_TOKENS = 1 << 14
@@ -58,8 +60,7 @@ class RoutingTrace:
         check_num_experts(self.num_experts)
         _check_topk_ids(self.topk_ids, self.num_experts)
         check_layer_ids(self.layer_ids, self.topk_ids.shape[1])
-        lengths = _integers("sequence_lengths", self.sequence_lengths)
-        _check_lengths(lengths, self.num_tokens)
+        lengths = checked_lengths(self.sequence_lengths, self.num_tokens)
         object.__setattr__(self, "sequence_lengths", lengths)
         if self.topk_weights is not None:
             _check_weights(self.topk_weights, self.topk_ids)
@@ -161,9 +162,10 @@ class RoutingTrace:
 class CountTrace:
     """Tokens per expert, summed over windows of a run.
 
-    counts: int64 [num_windows, num_layers, num_experts], 0 or more.
+    counts: int64 [num_windows, num_layers, num_experts], 0 or more, 2^62 in sum at most.
     layer_ids: model layer index of each layer.
-    tokens_per_window: int64 [num_windows], tokens that each window served. None: not recorded.
+    tokens_per_window: int64 [num_windows], tokens that each window served, 2^62 in sum at most.
+    None: not recorded.
     metadata: model name, source, licence and the like.
 
     Raises:
@@ -182,6 +184,7 @@ class CountTrace:
         if int(counts.min()) < 0:
             window, layer, expert = np.argwhere(counts < 0)[0].tolist()
             raise TraceError(f"counts: window {window}, layer {layer}, expert {expert} is negative")
+        _check_sum("counts", counts)
         object.__setattr__(self, "counts", counts)
         check_num_experts(self.num_experts)
         check_layer_ids(self.layer_ids, self.num_layers)
@@ -189,6 +192,7 @@ class CountTrace:
             tokens = _integers("tokens_per_window", self.tokens_per_window)
             if tokens.shape != (self.num_windows,) or int(tokens.min()) < 0:
                 raise TraceError(f"tokens_per_window: must be {self.num_windows} counts, 0 or more")
+            _check_sum("tokens_per_window", tokens)
             object.__setattr__(self, "tokens_per_window", tokens)
         check_metadata(self.metadata)
 
@@ -242,7 +246,7 @@ def check_layer_ids(layer_ids: tuple[int, ...], num_layers: int) -> None:
     if not 1 <= num_layers <= MAX_LAYERS:
         raise TraceError(f"num_layers = {num_layers}: must be in [1, {MAX_LAYERS}]")
     for layer in layer_ids:
-        if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < 1 << 31:
+        if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer <= MAX_LAYER:
             raise TraceError(f"layer_ids: {str(layer)[:40]} is not a model layer index")
     if len(set(layer_ids)) != num_layers:
         raise TraceError("layer_ids: a layer comes twice")
@@ -266,6 +270,13 @@ def _integers(name: str, values: Array, *, num_dims: int = 1) -> Array:
     if array.dtype == np.uint64 and array.size and int(array.max()) > np.iinfo(np.int64).max:
         raise TraceError(f"{name}: holds {array.max()}, more than 2^63 - 1")
     return array.astype(np.int64, copy=False)
+
+
+def _check_sum(name: str, counts: Array) -> None:
+    """Raises TraceError where a sum over windows might not fit int64."""
+    total = float(counts.sum(dtype=np.float64))
+    if total > 2.0**62:
+        raise TraceError(f"{name}: sums to {total:.3g}, must be at most 2^62")
 
 
 def _check_topk_ids(topk_ids: Array, num_experts: int) -> None:
@@ -304,13 +315,31 @@ def _check_distinct(block: Array, start: int) -> None:
         )
 
 
-def _check_lengths(lengths: Array, num_tokens: int) -> None:
+def checked_lengths(values: Array, num_tokens: int) -> Array:
+    """Lengths of sequences as int64; TraceError unless each is 1 or more, with sum num_tokens."""
+    lengths = _integers("sequence_lengths", values)
     # Bounded first, so that the sum can not wrap around.
     if lengths.size == 0 or int(lengths.min()) < 1 or int(lengths.max()) > num_tokens:
         raise TraceError(f"sequence_lengths: must be one or more, each in [1, {num_tokens}]")
     total = int(lengths.sum())
     if total != num_tokens:
         raise TraceError(f"sequence_lengths: sum to {total}, but there are {num_tokens} tokens")
+    return lengths
+
+
+def check_counts_size(trace: RoutingTrace, tokens_per_window: int, *, max_bytes: int) -> None:
+    """Raises TraceError where the counts of all windows would take more than max_bytes.
+
+    A few tokens in tiny windows of many experts do: every window has a number per expert.
+    """
+    num_windows = -(-trace.num_tokens // tokens_per_window)
+    num_bytes = 8 * num_windows * trace.num_layers * trace.num_experts
+    if num_bytes > max_bytes:
+        raise TraceError(
+            f"tokens_per_window = {tokens_per_window}: counts of {num_windows:,} windows, "
+            f"{trace.num_layers} layers and {trace.num_experts} experts need {num_bytes:,} bytes, "
+            f"more than {max_bytes:,} (max_bytes); choose a larger window"
+        )
 
 
 def _check_weights(weights: Array, topk_ids: Array) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from moeserve_placement.text_files import open_regular
 from moeserve_placement.traces.files import reading
 from moeserve_placement.traces.options import ReadOptions, to_logical
 from moeserve_placement.traces.safe_npz import SafeNpz, read_npy, write_npy, write_npz
@@ -35,7 +36,7 @@ def read_vllm(path: Path, options: ReadOptions | None = None) -> CountTrace:
     """
     options = options or ReadOptions()
     with reading(path):
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             is_npy = stream.read(6) == b"\x93NUMPY"
         if is_npy:
             arrays = {WINDOW: read_npy(path, max_bytes=options.max_bytes)}

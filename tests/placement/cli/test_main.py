@@ -106,6 +106,19 @@ def test_system_errors_name_the_file_and_bugs_keep_their_traceback():
         raise ValueError("two\nlines")
 
     @group.command()
+    @click.argument("kind")
+    def large(kind):
+        if kind == "array":
+            np.empty(1 << 56)
+        elif kind == "memory":
+            raise MemoryError
+        float(10**400)
+
+    @group.command()
+    def colours():
+        raise ValueError("bad \x1b[31mname")
+
+    @group.command()
     def bug():
         raise KeyError("bug")
 
@@ -114,3 +127,62 @@ def test_system_errors_name_the_file_and_bugs_keep_their_traceback():
     assert result.stderr == "error: /nowhere/at/all: No such file or directory\n"
     assert run("lines", group=group).stderr == "error: two lines\n"
     assert isinstance(run("bug", group=group).exception, KeyError)
+    assert run("colours", group=group).stderr == "error: bad \ufffd[31mname\n"
+    for kind, text in (
+        ("array", "Unable to allocate"),
+        ("memory", "MemoryError"),
+        ("overflow", "int too large to convert to float"),
+    ):
+        result = run("large", kind, group=group)
+        assert result.exit_code == 2 and result.stderr.count("\n") == 1
+        assert result.stderr.startswith("error: too large for this machine: ")
+        assert text in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        (("trace", "info", ""), "trace = '': must be the name of a file"),
+        (("trace", "convert", "", "x.npz"), "source = '': must be"),
+        (("trace", "synth", "zipf", ""), "target = '': must be"),
+        (("placement", "explain", ""), "plan = '': must be"),
+        (("placement", "paging", "", "--capacity", "4"), "trace = '': must be"),
+    ],
+)
+def test_an_empty_name_is_not_the_present_folder(command, text):
+    result = run(*command)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {text}") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--seed", "-1"), "seed = -1: must be 0 or more"),
+        (("--batch", "100000000"), "batch = 100000000: must be at most 16384"),
+        (("--max-bytes", "10"), "more than the limit of 10 (max_bytes)"),
+        (("--first-layer", "-2"), "first_layer = -2: must be in"),
+        (("--parts-per-expert", "9" * 400), "parts_per_expert = 999"),
+    ],
+)
+def test_paging_names_the_option_that_is_wrong(trace_file, options, text):
+    result = run("placement", "paging", trace_file, "--capacity", "4", *options)
+    assert result.exit_code == 2 and text in result.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--predictors", "oracle")])
+def test_paging_of_one_layer_leaves_out_what_needs_a_next_one(tmp_path, options):
+    trace = RoutingTrace(
+        topk_ids=np.argsort(np.random.default_rng(0).random((40, 1, 8)), axis=2)[:, :, :2],
+        num_experts=8,
+        layer_ids=(0,),
+        sequence_lengths=np.array([20, 20]),
+    )
+    write_trace(tmp_path / "one.npz", trace)
+    base = ("placement", "paging", tmp_path / "one.npz", "--capacity", "4", "--batch", "1")
+    result = run(*base, *options, "--json")
+    assert result.exit_code == 0, result.output
+    assert "left out: oracle, it needs a next layer, the trace has one\n" in result.stderr
+    rows = json.loads(result.stdout)["rows"]
+    assert {row["predictor"] for row in rows} == {None}
+    assert {"lru", "belady"} <= {row["policy"] for row in rows}

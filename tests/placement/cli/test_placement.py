@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import unicodedata
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -11,15 +13,17 @@ import pytest
 from click.testing import CliRunner, Result
 from helpers_replay import domain_trace
 
+from moeserve_placement.cli import placement as placement_commands
 from moeserve_placement.cli.main import LibraryGroup
 from moeserve_placement.cli.placement import compare, explain, plan
 from moeserve_placement.cli.placement_options import budgets, make_topology, num_bytes, planners
 from moeserve_placement.placement import Placement, PlacementError
-from moeserve_placement.placement_npz import load_npz
 from moeserve_placement.planners.base import Budget
 from moeserve_placement.report.plan_file import load_plan
+from moeserve_placement.report.words import printable
 from moeserve_placement.traces import write_trace
 from moeserve_placement.traces.convert import convert
+from moeserve_placement.traces.placement_npz import load_npz
 
 ROUTING = Path(__file__).parents[3].parent / "shared" / "data" / "routing"
 MACHINE = ("--ranks", 4, "--slots", 3)
@@ -190,6 +194,21 @@ def test_planned_shares_are_kept_in_the_npz(trace: Path, tmp_path: Path) -> None
         (("--report", "no/r.html"), "report = no/r.html: the folder no does not exist"),
         (("--json", "no/r.json"), "json = no/r.json: the folder no does not exist"),
         (("--token-bytes", "many"), "token_bytes = 'many': must be a size"),
+        (("--token-bytes", "2GiB"), "token_bytes = 2147483648: must be at most 1073741824"),
+        (("--token-bytes", "9" * 400), "token_bytes = '999"),
+        (("--expert-bytes", "9" * 400), "expert_bytes = '999"),
+        (("--budget", "9" * 400), "budget = '999"),
+        (("--batch", "9" * 400), "batch = '999"),
+        (("--ranks", "100000000"), "ranks = 100000000: must be at most 4096"),
+        (("--history", "0"), "history = 0: must be at least 1"),
+        (("--history", "1" + "0" * 40), "history = 1"),
+        (("--seeds", "-1"), "seed = -1: must be at least 0"),
+        (("--max-bytes", "10"), "more than the limit of 10 (max_bytes)"),
+        (("--top-k", "0"), "top_k = 0: must be in [1, 1024]"),
+        (("--first-layer", "-1"), "first_layer = -1: must be in"),
+        (("--report", ""), "reports = '': must be the name of a file"),
+        (("--order", "holdout", "--history", "1"), "history = 1: has no effect with order = 'ho"),
+        (("--order", "holdout", "--interval", "1"), "interval = 1: has no effect with order"),
     ],
 )
 def test_wrong_options_give_one_line_and_exit_code_2(
@@ -214,6 +233,84 @@ def test_bad_files_give_one_line_and_exit_code_2(trace: Path, tmp_path: Path) ->
             assert len(result.output.splitlines()) == 1
     result = run("plan", trace, *MACHINE, "--current", trace, code=2)
     assert "current" in result.output or "placement" in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--out", "foo.txt"), "out = foo.txt: the name must end in .json or .npz"),
+        (("--out", "no/p.json"), "out = no/p.json: the folder no does not exist"),
+        (("--out", ""), "out = '': must be the name of a file"),
+        (("--history", "0"), "history = 0: must be at least 1"),
+        (("--window", "0"), "window = 0: must be at least 1"),
+        (("--budget", "3"), "budget = '3': goes with --current only"),
+        (("--budget", "0"), "budget = '0': goes with --current only"),
+        (("--max-bytes", "10"), "more than the limit of 10 (max_bytes)"),
+    ],
+)
+def test_plan_refuses_wrong_options_before_it_plans(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], words: str
+) -> None:
+    monkeypatch.setattr(placement_commands, "observe", lambda *_: pytest.fail("planned already"))
+    result = run("plan", trace, *MACHINE, *args, code=2)
+    assert result.output.startswith("error: ") and words in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+def test_a_current_placement_in_npz_is_read_without_trust(trace: Path, tmp_path: Path) -> None:
+    good = tmp_path / "good.npz"
+    run("plan", trace, *MACHINE, "--window", 32, "--out", good)
+    arrays = dict(np.load(good))
+    np.savez(tmp_path / "two.npz", **(arrays | {"num_experts": np.array([8, 8])}))
+    np.savez(tmp_path / "part.npz", **(arrays | {"num_experts": np.array(8.9)}))
+    giant = np.zeros((2, 4096, 4200), dtype=np.int64)
+    np.savez_compressed(tmp_path / "giant.npz", **(arrays | {"slots": giant}))
+    np.save(tmp_path / "array.npy", arrays["slots"].astype(np.float64))
+    (tmp_path / "array.npy").rename(tmp_path / "array.npz")
+    whole = bytearray(good.read_bytes())
+    for at in range(len(whole) // 4, len(whole), 97):
+        whole[at] ^= 0x55
+    (tmp_path / "damaged.npz").write_bytes(whole)
+    for name in ("two", "part", "giant", "array", "damaged"):
+        path = tmp_path / f"{name}.npz"
+        result = run("plan", trace, *MACHINE, "--window", 32, "--current", path, code=2)
+        assert result.output.startswith(f"error: {path}: ")
+        assert len(result.output.splitlines()) == 1
+    assert "stay" in run(
+        "plan", trace, *MACHINE, "--window", 32, "--current", good, "--budget", 0,
+        "--out", tmp_path / "new.json",
+    ).output  # fmt: skip
+
+
+def test_json_on_the_output_and_a_report_go_together(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report = tmp_path / "r.html"
+    result = run("compare", trace, "--planners", "eplb", *SMALL, "--json", "-", "--report", report)
+    assert json.loads(result.stdout)["format"] == "moeserve-placement-comparison"
+    assert report.exists() and result.stderr == f"{report}: report\n"
+
+
+def test_the_options_of_reading_reach_every_command(trace: Path, tmp_path: Path) -> None:
+    raw = tmp_path / "raw.npz"
+    np.savez(raw, ids=domain_trace().topk_ids, seqlen=domain_trace().sequence_lengths)
+    reading = ("--first-layer", 5, "--num-experts", 12)
+    printed = run("plan", raw, *MACHINE, "--window", 32, *reading).output
+    found = Placement.from_json(printed)
+    assert set(found.layers) == {5, 6} and found.num_experts == 12
+    result = run("compare", raw, "--planners", "eplb", *SMALL, *reading, "--json", "-")
+    assert json.loads(result.stdout)["layer_ids"] == [5, 6]
+
+
+@pytest.mark.parametrize("label", ["[/x]", "[red]", "a\x1b[31mb", ":x:", "\u202eab", "$x^$"])
+def test_names_from_a_trace_are_shown_as_they_are(tmp_path: Path, label: str) -> None:
+    data = domain_trace()
+    names = sorted(set(data.labels or ()))
+    renamed = tuple(label if name == names[0] else name for name in data.labels or ())
+    write_trace(tmp_path / "t.json", replace(data, labels=renamed))
+    output = run("compare", tmp_path / "t.json", "--planners", "eplb", *SMALL).output
+    assert "Imbalance by domain" in output
+    assert printable(label) in output
+    assert not any(unicodedata.category(c) in ("Cc", "Cf") for c in output.replace("\n", ""))
 
 
 @pytest.mark.parametrize(

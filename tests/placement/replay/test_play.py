@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ from moeserve_placement.traces import CountTrace, RoutingTrace
 
 TOPOLOGY = Topology.uniform(4, 3, num_nodes=2, bytes_per_expert=1000)
 SETTINGS = ReplaySettings(batch_sizes=(16, 32), window=32, token_bytes=10)
-ALL = tuple(PlannerSpec(name=name) for name in sorted(PLANNERS) if "hierarchical" not in name)
+ALL = tuple(PlannerSpec(name=name) for name in sorted(PLANNERS))
 
 
 def play(trace: RoutingTrace | CountTrace, *names: str, **given: object) -> Comparison:
@@ -182,7 +183,8 @@ def test_seeds_are_summarised_with_their_range() -> None:
 
 def test_findings_say_which_planner_is_worse_and_by_how_much() -> None:
     comparison = play(domain_trace(), "eplb", "linear", "scenario")
-    assert baseline(comparison) == "eplb"
+    assert baseline(comparison, "scenario", "none") == "eplb"
+    assert baseline(comparison, "eplb", "none") is None
     rows = {r.label: r for r in balance_rows(comparison) if r.split == FIXED and r.batch_size == 32}
     difference = rows["scenario"].mean.mean - rows["eplb"].mean.mean
     sentence = findings(comparison)[0]
@@ -193,6 +195,34 @@ def test_findings_say_which_planner_is_worse_and_by_how_much() -> None:
         worse = domains["scenario"][name] - domains["eplb"][name] > 0.05
         said = any(f"worse than eplb on domain {name!r}" in text for text in findings(comparison))
         assert worse == said
+
+
+def test_each_run_is_held_against_eplb_with_its_own_budget() -> None:
+    budgets = [BudgetSpec(label=f"{n} copies", budget=Budget(max_copies=n)) for n in (2, 9)]
+    comparison = play(domain_trace(), "eplb", "scenario", budgets=[*budgets, BudgetSpec()])
+    found = findings(comparison)
+    for budget in (" (2 copies)", " (9 copies)", ""):
+        start = f"scenario{budget} against eplb{budget}: imbalance"
+        assert sum(text.startswith(start) for text in found) == 1
+    assert not any(text.startswith("eplb") for text in found)
+
+
+def test_without_eplb_of_the_same_budget_the_largest_one_is_the_measure() -> None:
+    budgets = [BudgetSpec(label=f"{n} copies", budget=Budget(max_copies=n)) for n in (2, 9)]
+    comparison = play(domain_trace(), "eplb", "scenario", budgets=[*budgets, BudgetSpec()])
+    runs = comparison.runs
+
+    def without(*labels: str) -> Comparison:
+        return replace(comparison, runs=tuple(run for run in runs if run.label not in labels))
+
+    assert baseline(without("eplb (2 copies)"), "scenario", "2 copies") == "eplb"
+    left = without("eplb", "eplb (2 copies)")
+    assert baseline(left, "scenario", "2 copies") == "eplb (9 copies)"
+    assert baseline(left, "scenario", "none") == "eplb (9 copies)"
+    assert baseline(without("eplb"), "scenario", "none") == "eplb (9 copies)"
+    none = without("eplb", "eplb (2 copies)", "eplb (9 copies)")
+    assert [baseline(none, "scenario", b) for b in ("2 copies", "none")] == [None, None]
+    assert baseline(without(*(run.label for run in runs[1:])), "linear", "none") is None
 
 
 def test_domains_average_to_the_whole() -> None:

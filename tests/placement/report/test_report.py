@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import html
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -23,10 +25,10 @@ from moeserve_placement.replay import (
     compare,
 )
 from moeserve_placement.replay.results import Spread
-from moeserve_placement.report.figures import pictures
-from moeserve_placement.report.html import check_report, save_report, to_html
+from moeserve_placement.report.figures import drawn, pictures
+from moeserve_placement.report.html import check_report, save_report, to_html, to_png
 from moeserve_placement.report.plotting import new_figure
-from moeserve_placement.report.words import bytes_words, spread_words
+from moeserve_placement.report.words import bytes_words, printable, spread_words
 from moeserve_placement.topology import Topology
 from moeserve_placement.traces import CountTrace, RoutingTrace
 
@@ -125,6 +127,35 @@ def test_odd_comparisons_can_be_drawn_too() -> None:
     ):
         for picture in pictures(odd):
             picture.draw(new_figure(picture.width, picture.height), odd)
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")
+@pytest.mark.parametrize("label", ["$x^$", r"\$x$", "$", "a\x00b\x1b", "</text>", "\ud800"])
+def test_names_are_drawn_as_they_are_never_as_formulas(tmp_path: Path, label: str) -> None:
+    pytest.importorskip("matplotlib")
+    data = domain_trace()
+    labels = tuple(label if name == (data.labels or ())[0] else name for name in data.labels or ())
+    found = comparison(replace(data, labels=labels), name=label)
+    text = to_html(found)
+    assert html.escape(printable(label)) in text
+    for source in page_of(text).sources:
+        ElementTree.fromstring(base64.b64decode(source.split(",", 1)[1]))
+    assert to_png(found).startswith(b"\x89PNG")
+
+
+def test_a_dollar_sign_is_drawn_as_one() -> None:
+    pytest.importorskip("matplotlib")
+    figure = new_figure(2, 2)
+    for text in ("$x^$", r"\$x$", "$", "a$b", "$$"):
+        shown, is_formula = figure.text(0, 0, drawn(text))._preprocess_math(drawn(text))
+        assert (shown, is_formula) == (text, False)
+
+
+def test_printable_text_is_left_alone_and_the_rest_is_replaced() -> None:
+    for text in ("law", "[/x]", "日本 café", "a  b"):
+        assert printable(text) == text
+    assert printable("a\tb\nc") == "a b c"
+    assert printable("\x1b[31m\u202e\x00\ud800\u2028") == "\ufffd[31m\ufffd\ufffd\ufffd\ufffd"
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

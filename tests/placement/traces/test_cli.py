@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from moeserve_placement.cli.main import trace_group
 from moeserve_placement.cli.trace import convert, info, synth
-from moeserve_placement.traces import RoutingTrace, TraceError, open_trace
+from moeserve_placement.traces import RoutingTrace, TraceError, open_trace, write_trace
 
 ROUTING = Path(__file__).parents[3].parent / "shared" / "data" / "routing"
 
@@ -94,6 +95,65 @@ def test_a_bad_file_is_one_line_of_error_and_exit_code_2(tmp_path: Path, content
         assert result.output.startswith(f"error: {path}: ")
         assert len(result.output.splitlines()) == 1
     assert not (tmp_path / "out.json").exists()
+
+
+def _labelled(folder: Path) -> Path:
+    ids = np.argsort(np.random.default_rng(0).random((512, 2, 8)), axis=2)[:, :, :2]
+    trace = RoutingTrace(
+        topk_ids=ids,
+        num_experts=8,
+        layer_ids=(0, 1),
+        sequence_lengths=np.full(32, 16),
+        labels=("law", "a\x1b[31mb") * 16,
+        metadata={"note": "[/x] :x:", "synth_note": "\x1b[31mred"},
+    )
+    write_trace(folder / "labelled.json", trace)
+    return folder / "labelled.json"
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (("synth", "mix", "x.npz", "--source", "SOURCE", "--requests", 0), "num_requests = 0: mus"),
+        (("synth", "mix", "x.npz", "--source", "SOURCE", "--rate", 0), "requests_per_s = 0.0: mus"),
+        (("synth", "mix", "x.npz", "--source", "SOURCE", "--seed", -1), "seed = -1: must be 0 or"),
+        (("synth", "zipf", "x.npz", "--seed", -1), "seed = -1: must be 0 or more"),
+        (("synth", "zipf", "x.npz", "--tokens", 10**12), "num_tokens = 1000000000000: must be at"),
+        (("info", "SOURCE", "--window", 0), "window = 0: must be at least 1"),
+        (("info", "SOURCE", "--top-k", 0), "top_k = 0: must be in [1, 1024]"),
+        (("convert", "SOURCE", "x.npz", "--window", 0), "window = 0: must be at least 1"),
+        (("convert", "SOURCE", "x.npz", "--ranks", 0), "num_ranks = 0: must be in"),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_value(
+    tmp_path: Path, args: tuple[object, ...], text: str
+) -> None:
+    source = _labelled(tmp_path)
+    words = [str(source) if arg == "SOURCE" else str(arg) for arg in args]
+    result = CliRunner().invoke(trace_group, words)
+    assert result.exit_code == 2
+    assert result.output.startswith(f"error: {text}") and result.output.count("\n") == 1
+
+
+def test_names_and_metadata_are_shown_as_they_are(tmp_path: Path) -> None:
+    source = _labelled(tmp_path)
+    output = run(info, source).output
+    assert "note: [/x] :x:" in output and "a\ufffd[31mb 256" in output and "\x1b" not in output
+    mixed = run(synth, "mix", tmp_path / "m.npz", "--source", source, "--tolerance", 0.9)
+    assert "\ufffd[31mred" in mixed.output and "\x1b" not in mixed.output
+
+
+def test_co_activation_of_too_many_experts_is_refused(tmp_path: Path) -> None:
+    trace = RoutingTrace(
+        topk_ids=np.array([[[0, 1]]]),
+        num_experts=65536,
+        layer_ids=(0,),
+        sequence_lengths=np.array([1]),
+    )
+    write_trace(tmp_path / "wide.json", trace)
+    result = CliRunner().invoke(trace_group, ["info", str(tmp_path / "wide.json")])
+    assert result.exit_code == 2
+    assert result.output.startswith("error: num_experts = 65536: co-activation needs 4 tables")
 
 
 @pytest.mark.skipif(not ROUTING.is_dir(), reason="needs the real traces in ../shared/data/routing")

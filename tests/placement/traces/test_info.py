@@ -52,12 +52,21 @@ def test_a_routing_trace_and_its_counts_have_equal_loads(trace: RoutingTrace, wi
 
 
 @settings(max_examples=40)
-@given(trace=count_traces(max_count=2**40))
+@given(trace=count_traces())
 def test_any_counts_can_be_described(trace: CountTrace) -> None:
     text = json.dumps(describe(trace).to_dict(), allow_nan=False)
     for layer in json.loads(text)["layers"]:
         assert layer["imbalance"] >= 1 and 0 <= layer["gini"] < 1 and layer["coactivation"] is None
         assert layer["drift"] is None or 0 <= layer["drift"] <= 1
+
+
+def test_the_largest_counts_are_summed_without_a_wrap() -> None:
+    counts = np.array([[[2**61, 0]], [[2**60, 2**60]]])
+    tokens = np.array([2**61, 2**61])
+    found = describe(CountTrace(counts=counts, layer_ids=(0,), tokens_per_window=tokens), top=1)
+    assert found.num_tokens == 2**62
+    layer = found.layers[0]
+    assert (layer.imbalance, layer.top_share) == pytest.approx((1.5, 0.75))
 
 
 def test_disjoint_windows_drift_by_one_and_equal_ones_by_zero() -> None:

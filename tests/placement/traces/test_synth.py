@@ -80,6 +80,11 @@ def _imbalances(kind: str, trace: RoutingTrace, spec: SynthSpec) -> list[list[fl
     return found
 
 
+def _by_chance(num_experts: int, choices: int) -> float:
+    """About the imbalance of so many choices that are all equally likely."""
+    return 1 + float(np.sqrt(2 * np.log(num_experts) * num_experts / choices))
+
+
 @settings(max_examples=12)
 @given(
     kind=st.sampled_from(sorted(KINDS)),
@@ -102,6 +107,8 @@ def test_the_stated_imbalance_is_that_of_the_trace(
         num_ranks=4,
         window_tokens=1024,
     )
+    if kind == "burst":  # between bursts it must be possible to be as even as asked
+        assume(_by_chance(num_experts, 1024 * top_k) < spec.base_imbalance)
     trace = synthesize(kind, spec)
     for values in _imbalances(kind, trace, spec):
         assert np.mean(values) == pytest.approx(imbalance, rel=spec.tolerance)

@@ -66,6 +66,9 @@ def test_a_wrong_trace_is_refused_in_one_line(changes: dict[str, Any], text: str
         (np.array([[[2**63, 1]]], dtype=np.uint64), {}, "2\\^63"),
         (np.array([[[1, 2]]]), {"tokens_per_window": np.array([1, 2])}, "1 counts"),
         (np.zeros((0, 1, 2), int), {}, "empty"),
+        (np.full((3, 1, 1), 2**61), {}, "counts: sums to 6.92e\\+18, must be at most 2\\^62"),
+        (np.full((1, 1, 2), 2**62), {}, "counts: sums to 9.22e\\+18"),
+        (np.ones((2, 1, 1), int), {"tokens_per_window": np.array([2**62, 2**62])}, "tokens_per_w"),
     ],
 )
 def test_wrong_counts_are_refused(counts: Any, changes: dict[str, Any], text: str) -> None:

@@ -25,7 +25,7 @@ from moeserve.control.splitting import split_from
 from moeserve.control.targets import moves_between
 from moeserve.experts.orders import Order, order_from_moves
 from moeserve.experts.store import ExpertStore
-from moeserve_placement import Move, Placement
+from moeserve_placement import PLANNERS, Move, Placement
 
 logger = logging.getLogger(__name__)
 
@@ -202,10 +202,14 @@ class Manager:
         """Asks for a plan now; the entry tells how it goes.
 
         Raises:
-            ValueError: another plan is in progress.
+            ValueError: another plan is in progress, or there is no such planner.
         """
         self._check_free()
-        return self._ask("request", planner or self.policy.planner, is_dry_run=is_dry_run)
+        name = planner or self.policy.planner
+        if name not in PLANNERS:
+            known = ", ".join(sorted(PLANNERS))
+            raise ValueError(f"planner = {name[:40]!r}: must be one of {known}")
+        return self._ask("request", name, is_dry_run=is_dry_run)
 
     def place(self, placement: Placement, *, trigger: str = "request") -> Entry:
         """Moves everything to where ``placement`` has it.

@@ -35,16 +35,37 @@ _OFF_LINE = {"quantize_experts", "dequantize_experts"}
 _NOT_CHECKED = _OFF_LINE | {"attn_decode_splits", "merge", "check_table"}
 
 
+def run(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, where triton compiles unless ``environ`` says not."""
+    environment = {name: one for name, one in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2] / "kernels")
+    return subprocess.run(
+        [sys.executable, "-m", "moeserve_kernels.gpucheck", *options],
+        capture_output=True,
+        text=True,
+        env={**environment, **environ},
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": ""}, "torch finds no GPU here: give --dry"),
+        ({"TRITON_INTERPRET": "1"}, "TRITON_INTERPRET is set"),
+    ],
+)
+def test_where_it_can_not_run_it_says_so_in_one_line(
+    environ: dict[str, str], text: str, tmp_path: Path
+) -> None:
+    done = run("--output", str(tmp_path / "lines.jsonl"), **environ)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_dry_run_goes_through_everything(tmp_path: Path) -> None:
     output = tmp_path / "lines.jsonl"
-    root = Path(__file__).parents[2]
-    environment = {name: one for name, one in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(root / "kernels")
-    module = "moeserve_kernels.gpucheck"
-    options = ["--dry", "--output", str(output), "--commit", "abc", "--seed", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", module, *options], capture_output=True, text=True, env=environment
-    )
+    done = run("--dry", "--output", str(output), "--commit", "abc", "--seed", "1")
     lines = report.read(output)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {line["kind"] for line in lines} == {

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+import torch
 from triton.runtime.cache import triton_key
 
 from moeserve_kernels import backend
@@ -34,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return work(_job(args))
     if not args.dry and backend.interprets():
         print("TRITON_INTERPRET is set: unset it, or give --dry", file=sys.stderr)
+        return 2
+    if not args.dry and not torch.cuda.is_available():
+        print("torch finds no GPU here: give --dry to go through it on a CPU", file=sys.stderr)
         return 2
     args.output.parent.mkdir(parents=True, exist_ok=True)
     before = len(report.read(args.output))

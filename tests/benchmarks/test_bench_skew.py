@@ -330,12 +330,11 @@ def test_phases_that_are_alike_are_judged_together() -> None:
 @pytest.mark.slow
 def test_a_real_server_has_the_load_that_is_forced(tmp_path: Path) -> None:
     made = plan(
-        *("--workloads", "hot-rank,ragged-sources", "--planners", "off", "--concurrency", "8"),
+        *("--workloads", "hot-rank", "--planners", "off", "--concurrency", "8"),
         *("--repetitions", "1", "--output-len", "12", "--settle", "0.1"),
         *("--server-log", str(tmp_path / "log")),
     )
     records, _ = asyncio.run(bench_skew.bench(made))
-    hot, ragged = records
+    [hot] = records
     assert hot["balancedness_computed"] == pytest.approx(0.5, abs=0.02)
-    assert ragged["balancedness_computed"] == pytest.approx(1, abs=0.05)
     assert hot["num_errors"] == 0
